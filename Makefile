@@ -1,0 +1,36 @@
+PYTHON ?= python3
+BIN    := .venv/bin
+READY  := .venv/.installed
+
+.PHONY: help demo test test-all docs readme bench clean
+
+help: ## One line for each command
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+$(READY): settings.ini setup.py pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+demo: $(READY) ## Train on digits: the large batch, AccumulateStep, and fastai's callback
+	@$(BIN)/python benchmarks/demo.py
+
+test: $(READY) ## Every notebook and every test, a few minutes
+	$(BIN)/nbdev-test --n_workers 2
+	$(BIN)/python -m pytest
+
+test-all: $(READY) ## The same, with the slow sweeps
+	$(BIN)/nbdev-test --n_workers 2
+	$(BIN)/python -m pytest -m 'slow or not slow'
+
+docs: $(READY) ## The site, in _docs (Quarto if it is installed, otherwise smalldocs)
+	$(BIN)/python .ci/docs.py site
+
+readme: $(READY) ## README.md from nbs/index.ipynb
+	$(BIN)/python .ci/docs.py readme
+
+bench: $(READY) ## What accumulation costs in time and memory
+	$(BIN)/python benchmarks/overhead.py
+
+clean: ## Remove what the other commands made
+	rm -rf .venv _proc _docs build dist *.egg-info .pytest_cache .hypothesis
