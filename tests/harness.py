@@ -1,0 +1,101 @@
+"""Train twice, with the large batch and in micro-batches, and compare everything that a `Learner` does or records.
+
+Everything is float64, with plain `torch.nn` losses: fastai's flattened losses round to float32, which would put a floor of 1e-8 under any comparison.
+`TOL` is a relative error. Sums of the same numbers in another order differ by a few units in the last place (2e-16); the bound leaves three digits for
+optimizers that divide by small numbers."""
+from fastai.basics import *
+from fastai.callback.all import *
+from fastai_accum.core import *
+
+TOL = 1e-12
+
+class AvgSmoothLoss64(AvgSmoothLoss):
+    "`AvgSmoothLoss` starts from a float32 zero, which float64 losses cannot be mixed with"
+    def reset(self): self.count,self.val = 0,torch.zeros((), dtype=torch.float64)
+    def accumulate(self, learn):
+        self.count += 1
+        self.val = torch.lerp(to_detach(learn.loss.mean()).double(), self.val, self.beta)
+
+class Spy(Callback):
+    "Record what the optimizer gets: gradients and hyper-parameters at each step"
+    order = 1000
+    def before_fit(self):
+        if not hasattr(self, 'steps'): self.steps = []
+    def before_step(self):
+        grads = [None if p.grad is None else p.grad.clone() for p in self.learn.model.parameters()]
+        self.steps.append(dict(grads=grads, hypers=[dict(h) for h in self.opt.hypers], train_iter=self.train_iter, pct_train=self.pct_train))
+
+class Items:
+    "`n` samples of a dataset; those in `skip` raise `SkipItemException`, so that the loader is shorter than its length"
+    def __init__(self, x, y, skip=()): self.x,self.y,self.skip = x,tuplify(y),set(skip)
+    def __len__(self): return len(self.x)
+    def new_empty(self): return Items(self.x[:0], tuple(o[:0] for o in self.y))
+    def __getitem__(self, i):
+        if i in self.skip: raise SkipItemException
+        return (self.x[i], *(o[i] for o in self.y))
+
+def features(n, d=6, seed=0): return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def classes(n, c=3, seed=0): return torch.randint(0, c, (n,), generator=torch.Generator().manual_seed(seed+1))
+def halves(m): return [params(m[0]), params(m[1:])]
+
+def small_model(d=6, out=3, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(d,5), nn.Tanh(), nn.Linear(5,out)).double()
+
+def make_dls(n, bs, y=None, drop_last=False, skip=(), shuffle=True, x=None, valid_bs=16):
+    x,y = features(n) if x is None else x, classes(n) if y is None else y
+    random.seed(0)
+    trn = DataLoader(Items(x, y, skip), bs=bs, shuffle=shuffle, drop_last=drop_last)
+    return DataLoaders(trn, DataLoader(Items(x[:24], tuple(o[:24] for o in tuplify(y))), bs=valid_bs))
+
+def make_learner(dls, model=None, loss_func=None, opt_func=Adam, cbs=None, **kwargs):
+    kwargs = {**dict(lr=0.02, splitter=halves), **kwargs}
+    learn = Learner(dls, small_model() if model is None else model, loss_func=loss_func or nn.CrossEntropyLoss(), opt_func=opt_func,
+                    cbs=L(Spy()) + L(cbs), **kwargs)
+    learn.remove_cb(ProgressCallback)
+    learn.recorder.smooth_loss = AvgSmoothLoss64()
+    learn.logger = noop
+    return learn
+
+def _opt_state(opt):
+    if isinstance(opt, Lookahead): return [_opt_state(opt.opt), opt.slow_weights, opt.count]
+    state = opt.opt.state if isinstance(opt, OptimWrapper) else opt.state
+    return [dict(state[p]) for pg in opt.param_lists for p in pg if p in state]
+
+def snapshot(learn):
+    "Everything that the promise covers, by name"
+    rec = learn.recorder
+    res = dict(params=[p.detach().clone() for p in learn.model.parameters()], buffers=list(learn.model.buffers()), opt=_opt_state(learn.opt),
+               hypers=[dict(h) for h in learn.opt.hypers], losses=rec.losses, lrs=rec.lrs, values=rec.values, iters=rec.iters, hps=getattr(rec,'hps',{}),
+               final_record=learn.final_record, train_iter=learn.train_iter, pct_train=learn.pct_train, smooth_loss=learn.smooth_loss)
+    for k in ('grads','hypers','train_iter','pct_train'): res[f'step.{k}'] = [s[k] for s in learn.spy.steps]
+    return res
+
+def rel(a, b, path=''):
+    "Largest relative error of `a` against `b`, over whatever they nest, with the place where it is; different structure is infinite"
+    if isinstance(b, dict):
+        if set(a)!=set(b): return math.inf,f'{path}: keys {sorted(a)} for {sorted(b)}'
+        return max((rel(a[k], b[k], f'{path}.{k}') for k in b), default=(0.,path))
+    if isinstance(b, (list,tuple,L)):
+        if len(a)!=len(b): return math.inf,f'{path}: length {len(a)} for {len(b)}'
+        return max((rel(x, y, f'{path}[{i}]') for i,(x,y) in enumerate(zip(a,b))), default=(0.,path))
+    if b is None or isinstance(b, (str,bool)): return (0. if a==b else math.inf),f'{path}: {a} for {b}'
+    if a is None: return math.inf,f'{path}: None for {b}'
+    a,b = torch.as_tensor(a, dtype=torch.float64),torch.as_tensor(b, dtype=torch.float64)
+    if a.shape!=b.shape: return math.inf,f'{path}: shape {tuple(a.shape)} for {tuple(b.shape)}'
+    if torch.equal(a.isnan(), b.isnan()): a,b = a.nan_to_num(),b.nan_to_num()
+    err = (a-b).norm()/b.norm() if b.norm()>0 else a.norm()
+    return (math.inf if err.isnan() else err.item()),path
+
+def worst(a, b, but=()):
+    "The largest error between two learners, and where it is"
+    b = snapshot(b)
+    return max(rel(v, b[k], k) for k,v in snapshot(a).items() if k not in but)
+
+def assert_same(a, b, tol=TOL, but=()):
+    err,where = worst(a, b, but)
+    assert err<=tol, f'relative error {err:.2e} at {where}, allowed {tol:.0e}'
+    assert len(b.spy.steps)>0, 'the large batch made no step, so nothing was compared'
+    return err
+
+__all__ = [o for o in globals() if not o.startswith(('_','test'))]   # pytest would collect fastcore's `test_eq` and friends

@@ -1,0 +1,147 @@
+"Bad input is refused with the argument, the value and what to do, before any weight has moved; odd input works"
+import pytest
+from functools import partial
+from harness import *
+from fastai_accum.loss import *
+
+@pytest.mark.parametrize('name', ['n_step','n_samples'])
+@pytest.mark.parametrize('v', [0, -1, 2.5, 4., '4', True, [4], math.nan])
+def test_counts(name, v):
+    with pytest.raises(ValueError, match=rf'AccumulateStep: {name} must be an int of at least 1, got {re.escape(repr(v))}'): AccumulateStep(**{name:v})
+
+def test_arguments():
+    for kw in dict(average=1), dict(average='mean'), dict(drop_last=0):
+        with pytest.raises(ValueError, match=f'AccumulateStep: {list(kw)[0]} must be True, False or None, got {list(kw.values())[0]!r}'): AccumulateStep(**kw)
+    with pytest.raises(ValueError, match='AccumulateStep: weight must be a function'): AccumulateStep(weight=1.)
+    with pytest.raises(ValueError, match='n_step or n_samples, not both, got n_step=4 and n_samples=32'): AccumulateStep(4, n_samples=32)
+    assert AccumulateStep(np.int64(4)).n_step==4
+
+def refused(learn, match, exc=ValueError, fit=lambda l: l.fit(1)):
+    "`fit` raises, no weight has moved, and the learner trains as if nothing had happened once `mend` is done"
+    old = [p.clone() for p in learn.model.parameters()]
+    with pytest.raises(exc, match=match): fit(learn)
+    assert all(torch.equal(o,p) for o,p in zip(old, learn.model.parameters()))
+
+def test_together_with_fastais():
+    learn = make_learner(make_dls(64, 8), cbs=[GradientAccumulation(32), AccumulateStep(4)])
+    refused(learn, 'remove_cb.GradientAccumulation')
+    learn.remove_cb(GradientAccumulation)
+    big = make_learner(make_dls(64, 32))
+    for l in (learn,big): l.fit(1)
+    assert_same(learn, big)
+
+def test_twice():
+    refused(make_learner(make_dls(64, 8), cbs=[AccumulateStep(4), AccumulateStep(2)]), 'cbs holds 2 of them')
+    cb = AccumulateStep(4)
+    learn = make_learner(make_dls(64, 8), cbs=cb)
+    refused(learn, 'same instance is registered 2 times', fit=lambda l: l.fit(1, cbs=cb))
+
+def test_accumulate_replaces():
+    learn = make_learner(make_dls(64, 8)).accumulate(2).accumulate(n_samples=32, drop_last=True)
+    cb, = [o for o in learn.cbs if isinstance(o, AccumulateStep)]
+    assert learn.accumulate_step is cb and (cb.n_step,cb.n_samples,cb.drop_last)==(1,32,True)
+    with pytest.raises(ValueError, match='n_step'): learn.accumulate(0)
+    assert learn.accumulate_step is cb
+
+def test_reduction_none():
+    learn = make_learner(make_dls(64, 8), loss_func=nn.CrossEntropyLoss(reduction='none'), cbs=AccumulateStep(4))
+    refused(learn, "reduction='none'")
+    refused(make_learner(make_dls(64, 8), loss_func=partial(F.cross_entropy, reduction='none'), cbs=AccumulateStep(4)), "reduction='none'")
+    refused(make_learner(make_dls(64, 8), loss_func=lambda p,t: F.cross_entropy(p, t, reduction='none'), cbs=AccumulateStep(4)), r'one number, got shape \(8,\)')
+
+def test_losses_of_predictions():
+    "`get_preds(with_loss=True)` sets the reduction to 'none' for a while"
+    learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(4))
+    assert len(learn.get_preds(with_loss=True)[2])==24
+
+@pytest.mark.parametrize('tensors', [False, True])
+@pytest.mark.parametrize('v', [-1., math.nan, math.inf])
+def test_weight_values(v, tensors, monkeypatch):
+    if tensors:   # as on an accelerator: checked at the boundary
+        def _number(self, w): self._given.append(w); return w
+        monkeypatch.setattr(AccumulateStep, '_number', _number)
+    w = lambda pred,targ: torch.tensor(v)
+    refused(make_learner(make_dls(64, 8), cbs=AccumulateStep(4, weight=w)), f'weight must return a finite number of at least 0, got {v}')
+
+@pytest.mark.parametrize('v', [torch.ones(3), None, 'a', [1.], True])
+def test_weight_types(v):
+    refused(make_learner(make_dls(64, 8), cbs=AccumulateStep(4, weight=lambda pred,targ: v)), 'weight must return one number, got')
+
+def test_never_a_step():
+    for kw,n in (dict(n_step=9), 8), (dict(n_samples=65), 64):
+        refused(make_learner(make_dls(64, 8), cbs=AccumulateStep(**kw, drop_last=True)), f'is more than the {n} of an epoch and the tail is dropped')
+    learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(9, drop_last=True))
+    learn.validate(); learn.get_preds()   # nothing is trained, nothing is wrong
+
+def test_warns_once():
+    learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(9))
+    with pytest.warns(UserWarning) as rec: learn.fit(3); learn.fit(1)
+    assert [str(o.message) for o in rec if 'AccumulateStep' in str(o.message)]==[
+        'AccumulateStep: n_step=9 is more than the 8 of an epoch: a window ends with its epoch, and each epoch makes one step']
+
+class Named(nn.Module):
+    "Two inputs, a dictionary of two outputs, and a parameter that is never used"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a,self.b,self.unused = nn.Linear(6,3).double(),nn.Linear(6,1).double(),nn.Linear(6,1).double()
+    def forward(self, x1, x2): return dict(classes=self.a(x1*x2), value=self.b(x1))
+
+@pytest.mark.parametrize('as_tuple', [False, True])
+def test_several_inputs_and_targets(as_tuple):
+    "Two inputs, two targets, predictions in a dictionary or a tuple, gradients that are None"
+    def loss(pred, c, v):
+        pc,pv = pred if as_tuple else (pred['classes'],pred['value'])
+        return F.cross_entropy(pc, c) + F.mse_loss(pv[:,0], v)
+    def train(bs, cb=None):
+        x = features(76)
+        trn = DataLoader(Items(x, (features(76,seed=9), classes(76), features(76,1,seed=8)[:,0])), bs=bs)
+        learn = make_learner(DataLoaders(trn, trn), Named(), loss_func=loss, splitter=trainable_params, cbs=cb)
+        learn.dls.n_inp = 2
+        if as_tuple: learn.add_cb(Callback(after_pred=lambda cb: setattr(cb.learn, 'pred', tuple(cb.learn.pred.values()))))
+        learn.fit_one_cycle(2)
+        return learn
+    a,b = train(8, AccumulateStep(4)),train(32)
+    assert_same(a, b)
+    assert a.model.unused.weight.grad is None
+
+def test_dictionary_of_weight_zero():
+    "The cut reaches predictions in a dictionary"
+    mask = torch.ones(64).double(); mask[8:16] = 0
+    def loss(pred, targ, mask): return (((pred['classes']-targ[:,None])**2).mean(1)*mask).sum()/mask.sum()
+    def train(bs, cb=None):
+        trn = DataLoader(Items(features(64), (features(64,seed=9), features(64,1,seed=8)[:,0], mask)), bs=bs)
+        learn = make_learner(DataLoaders(trn, trn), Named(), loss_func=loss, splitter=trainable_params, cbs=cb)
+        learn.dls.n_inp = 2
+        learn.fit(1)
+        return learn
+    a,b = train(8, AccumulateStep(4, weight=lambda pred,targ,mask: mask.sum())),train(32)
+    assert_same(a, b, but=('values','final_record'))   # the validation loader is the training loader, in other batches
+
+def test_frozen_groups():
+    def train(bs, cb=None):
+        learn = make_learner(make_dls(76, bs), cbs=cb)
+        learn.freeze(); learn.fit_one_cycle(1)
+        learn.unfreeze(); learn.fit_one_cycle(2, slice(1e-3,1e-2))
+        return learn
+    assert_same(train(8, AccumulateStep(4)), train(32))
+
+def test_interrupted_window():
+    "After an exception in mid-window the next fit is that of a learner that never accumulated"
+    def stop(cb):
+        if cb.train_iter==1 and cb.iter==6: raise exc
+    for exc in KeyboardInterrupt(), RuntimeError('out of memory'):
+        a,b = (make_learner(make_dls(76, bs), cbs=cb, opt_func=SGD) for bs,cb in ((8,AccumulateStep(4)), (32,None)))
+        breaker = Callback(before_backward=stop)
+        with pytest.raises(type(exc)): a.fit(1, cbs=breaker)
+        assert a.accumulate_step.window.n_micro==3
+        b.fit(1)
+        b.model.load_state_dict(a.model.state_dict()); b.opt.load_state_dict(a.opt.state_dict())
+        for l in (a,b): l.spy.steps = []; random.seed(1); l.dls.train.rng = random.Random(0); l.fit(2)
+        assert_same(a, b)
+        assert all(cb.run for cb in a.cbs)
+    # removed instead: no gradient is left
+    a = make_learner(make_dls(76, 8), cbs=AccumulateStep(4))
+    with pytest.raises(RuntimeError): a.fit(1, cbs=breaker)
+    a.remove_cb(AccumulateStep)
+    assert all(p.grad is None or not p.grad.any() for p in a.model.parameters())

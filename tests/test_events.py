@@ -1,0 +1,233 @@
+"What other callbacks see, what is counted, and windows that do not end as planned"
+import pytest
+from functools import partial
+from harness import *
+
+@pytest.mark.parametrize('order', [-1000, -10, 0, 50, 1000])
+def test_before_step_at_any_order(order):
+    "`before_step` and `after_step` run at boundaries only, at any order, and see finished gradients and the loss of the window"
+    def train(bs, cbs):
+        seen = []
+        def look(cb): seen.append([cb.learn.loss.item()] + [p.grad.clone() for p in cb.learn.model.parameters()])
+        cb = Callback(before_step=look); cb.order = order
+        learn = make_learner(make_dls(76, bs), cbs=[cb]+cbs)
+        learn.fit(2)
+        return seen
+    a,b = train(8, [AccumulateStep(4)]),train(32, [])
+    assert len(b)==6 and rel(a, b)[0]<=TOL
+
+def test_given_to_fit():
+    a,b = make_learner(make_dls(76, 8)),make_learner(make_dls(76, 32))
+    a.fit(2, cbs=AccumulateStep(4)); b.fit(2)
+    assert_same(a, b)
+    assert not hasattr(a, 'accumulate_step')
+
+def test_clip():
+    fit = lambda l: l.fit_one_cycle(2)
+    a,b = (make_learner(make_dls(76, bs), cbs=cbs) for bs,cbs in ((8,[GradientClip(.1),AccumulateStep(4)]), (32,[GradientClip(.1)])))
+    fit(a); fit(b)
+    assert_same(a, b)
+
+def test_boundary_and_counts():
+    log = []
+    def look(cb):
+        a = cb.accumulate_step
+        if cb.training: log.append((a.is_boundary, a.window.n_micro, a.window.n_samples, a.counts.n_steps))
+        else: assert not a.is_boundary
+    learn = make_learner(make_dls(76, 8), cbs=[AccumulateStep(4), Callback(before_batch=look)])
+    learn.fit(1)
+    assert log==[(i in (3,7,9), i%4+1, i%4*8, i//4) for i in range(10)]
+    assert learn.accumulate_step.counts==Counts(n_micro=10, n_samples=76, n_steps=3, n_stepped=76, n_thrown=0)
+    learn.validate()
+    assert learn.accumulate_step.counts.n_steps==3   # still there to be read
+
+def test_dropped_tail():
+    "A dropped tail is thrown away unseen: nothing is computed for it"
+    seen = []
+    learn = make_learner(make_dls(76, 8), cbs=[AccumulateStep(4, drop_last=True), Callback(before_batch=lambda cb: seen.append(cb.iter) if cb.training else None)])
+    learn.fit(1)
+    assert seen==list(range(8))
+    assert learn.accumulate_step.counts==Counts(n_micro=10, n_samples=76, n_steps=2, n_stepped=64, n_thrown=12)
+    assert learn.pct_train==1.
+
+@pytest.mark.parametrize('keep', [True, False])
+def test_drop_last_decides(keep):
+    "`drop_last` against the loader's own: a large loader over the same samples"
+    n = 116
+    a = make_learner(make_dls(n, 8, drop_last=keep, shuffle=False), cbs=AccumulateStep(4, drop_last=not keep))
+    b = make_learner(make_dls(n, 32, shuffle=False, x=features(n), y=classes(n)))
+    n_seen = n//8*8 if keep else n//32*32
+    b.dls = DataLoaders(DataLoader(Items(features(n)[:n_seen], classes(n)[:n_seen]), bs=32), b.dls.valid)
+    for l in (a,b): l.fit_one_cycle(2)
+    assert_same(a, b)
+
+def test_progress_moves_at_each_micro_batch():
+    seen = []
+    class Bar(ProgressCallback):
+        def before_fit(self): pass
+        def _launch_pbar(self): pass
+        def after_train(self): pass
+        def after_validate(self): pass
+        def after_fit(self): pass
+        def after_batch(self):
+            if self.training: seen.append((self.iter, self.n_iter))
+    make_learner(make_dls(76, 8), cbs=AccumulateStep(4)).fit(1, cbs=Bar())
+    assert seen==[(i,10) for i in range(10)]
+
+@pytest.mark.parametrize('shuffle', [True, False])
+def test_train_metrics(shuffle):
+    "Metrics over the training set count every micro-batch with its own loss; the loss that is logged is the window's"
+    class Losses(Metric):
+        def reset(self): self.total,self.n = 0.,0
+        def accumulate(self, learn): bs = find_bs(learn.yb); self.total,self.n = self.total+learn.loss.item()*bs,self.n+bs
+        value = property(lambda self: self.total/self.n)
+    def train(bs, cbs=None):
+        learn = make_learner(make_dls(76, bs, shuffle=shuffle), cbs=cbs, metrics=[accuracy,Losses()], opt_func=partial(SGD, mom=.9))
+        learn.recorder.train_metrics = True
+        learn.fit(2)
+        return learn
+    a,b = train(8, AccumulateStep(4)),train(32)
+    # accuracy is a float32 mean in fastai
+    assert_same(a, b, but=('values','final_record'))
+    assert rel(a.recorder.values, b.recorder.values)[0]<1e-6
+    i = a.recorder.metric_names.index('train_losses')-1
+    assert rel(L(a.recorder.values).itemgot(i), L(b.recorder.values).itemgot(i))[0]<=TOL
+
+def test_step_loggers_run_once_a_window():
+    def log(order):
+        cb = Callback(); cb.order = order; cb.seen = []
+        cb.after_batch = lambda: cb.seen.append((cb.train_iter, cb.learn.loss.item())) if cb.training else None
+        return cb
+    def train(bs, cbs):
+        cb = log(55)
+        learn = make_learner(make_dls(76, bs), cbs=[cb]+cbs); learn.fit(2)
+        return cb.seen
+    a,b = train(8, [AccumulateStep(4)]),train(32, [])
+    assert len(b)==6 and rel(a, b)[0]<=TOL
+    cb = log(0)
+    make_learner(make_dls(76, 8), cbs=[cb, AccumulateStep(4)]).fit(1)
+    assert len(cb.seen)==10
+
+def test_sleeper_stays_asleep():
+    "A callback that put itself to sleep is not woken"
+    cb = Callback(); cb.order = 55; cb.seen = []
+    cb.before_fit = lambda: setattr(cb, 'run', False)
+    cb.after_batch = lambda: cb.seen.append(1)
+    learn = make_learner(make_dls(76, 8), cbs=[cb, AccumulateStep(4)])
+    learn.fit(2)
+    assert not cb.seen
+
+cancels = dict(before_batch=CancelBatchException, after_pred=CancelBatchException, after_loss=CancelBatchException, before_backward=CancelBatchException,
+               cancel_backward=CancelBackwardException)
+
+@pytest.mark.parametrize('order', [-1000, 0, 1000])
+@pytest.mark.parametrize('event', cancels)
+@pytest.mark.parametrize('which', [{1}, {3}, {9}, {1,3,4,5}, {4,5,6,7}, {8,9}], ids=str)
+def test_cancelled_micro_batches(which, event, order):
+    "A micro-batch that is cancelled before its backward pass adds nothing, and its window steps all the same, also if it was the boundary"
+    name = event.replace('cancel_backward','before_backward')
+    def cancel(cb):
+        if cb.training and cb.iter in which: raise cancels[event]
+    cb = Callback(**{name:cancel}); cb.order = order
+    learn = make_learner(make_dls(76, 8, shuffle=False), cbs=[cb, AccumulateStep(4)], opt_func=SGD, wd=0.)
+    learn.fit(1)
+    # by hand: windows of the micro-batches that are left
+    model,x,y = small_model(),features(76),classes(76)
+    windows = [[i for i in w if i not in which] for w in ([0,1,2,3],[4,5,6,7],[8,9])]
+    for w in windows:
+        if not w: continue
+        i = torch.cat([torch.arange(j*8, min(j*8+8,76)) for j in w])
+        model.zero_grad()
+        F.cross_entropy(model(x[i]), y[i]).backward()
+        with torch.no_grad():
+            for p in model.parameters(): p -= 0.02*p.grad
+    assert rel(list(learn.model.parameters()), list(model.parameters()))[0]<=TOL
+    n = learn.accumulate_step.counts
+    left = sum(len(range(j*8, min(j*8+8,76))) for w in windows for j in w)
+    # fastai steps after a cancelled backward pass, on gradients of zero; a cancelled batch does not step
+    n_steps = 3 if event=='cancel_backward' else sum(map(bool,windows))
+    assert (n.n_steps,n.n_stepped,n.n_thrown)==(n_steps,left,76-left)
+
+def test_cancelled_after_backward():
+    "Its gradient is in, so the window steps with it"
+    def cancel(cb):
+        if cb.iter==3: raise CancelBatchException
+    a = make_learner(make_dls(76, 8), cbs=[Callback(after_backward=cancel), AccumulateStep(4)])
+    b = make_learner(make_dls(76, 32))
+    for l in (a,b): l.fit(1)
+    assert_same(a, b)
+
+def test_skipped_step():
+    "A callback that skips the step of a window, as gradient scaling does, skips it once; the window is over"
+    def skip(nth):
+        def f(cb):
+            if cb.train_iter==nth: raise CancelStepException
+        return Callback(before_step=f)
+    a,b = (make_learner(make_dls(76, bs), cbs=[skip(1)]+cbs) for bs,cbs in ((8,[AccumulateStep(4)]), (32,[])))
+    for l in (a,b): l.fit(2)
+    assert_same(a, b)
+    assert a.accumulate_step.counts==Counts(n_micro=20, n_samples=152, n_steps=5, n_stepped=120, n_thrown=32)
+
+@pytest.mark.parametrize('exc', [CancelTrainException, CancelEpochException, CancelFitException])
+@pytest.mark.parametrize('at', range(4,8))
+def test_cut_short(exc, at):
+    "A window cut short by a cancelled epoch, training or fit is thrown away and counted; what follows is not touched by it"
+    def stop(cb):
+        if cb.training and cb.epoch==0 and cb.iter==at: raise exc
+    a = make_learner(make_dls(76, 8, shuffle=False), cbs=AccumulateStep(4), opt_func=SGD, wd=0.)
+    a.fit(1, cbs=Callback(after_batch=stop))
+    n = a.accumulate_step.counts
+    stepped = 64 if at==7 else 32
+    assert (n.n_samples,n.n_stepped,n.n_thrown)==((at+1)*8, stepped, (at+1)*8-stepped)
+    assert all(not p.grad.any() for p in a.model.parameters())
+    b = make_learner(make_dls(76, 32, shuffle=False), opt_func=SGD, wd=0.)
+    b.model.load_state_dict(a.model.state_dict())
+    for l in (a,b): l.spy.steps = []; l.fit(1)
+    assert_same(a, b)
+
+def test_varying_batch_sizes():
+    "Micro-batches of many sizes, counted in samples: the schedule goes by the share of samples seen, or of micro-batches where the loader cannot tell"
+    from torch.utils.data import DataLoader as TorchLoader, TensorDataset
+    sizes = [3,9,1,14,5,8,20,2,2,6,10,7]
+    n,cuts = sum(sizes),[0,*np.cumsum(sizes)]
+    x,y = features(n),classes(n)
+    parts = [list(range(a,b)) for a,b in zip(cuts,cuts[1:])]
+    windows,left = [],[]
+    for p in parts:
+        left += [p]
+        if sum(map(len,left))>=16: windows.append(left); left = []
+    if left: windows.append(left)
+    prebatched = DataLoader([(x[p],y[p]) for p in parts], bs=None)
+    sampled = TorchLoader(TensorDataset(x,y), batch_sampler=parts)
+    for dl,share in (prebatched, lambda w: len(w)/len(sizes)), (sampled, lambda w: sum(map(len,w))/n):
+        learn = make_learner(make_dls(32, 8), cbs=AccumulateStep(n_samples=16), opt_func=SGD)
+        learn.dls = DataLoaders(dl, learn.dls.valid)
+        learn.fit_one_cycle(1)
+        assert rel([s['pct_train'] for s in learn.spy.steps], np.cumsum([0]+[share(w) for w in windows[:-1]]))[0]<=TOL
+        assert learn.train_iter==len(windows) and learn.pct_train==pytest.approx(1)
+        assert learn.accumulate_step.counts.n_stepped==n
+        assert learn.recorder.lrs==learn.recorder.hps['lr'] and len(learn.recorder.lrs)==len(windows)
+
+def test_pytorch_loader():
+    "PyTorch's own `DataLoader`, with and without a batch sampler"
+    from torch.utils.data import DataLoader as TorchLoader, TensorDataset, BatchSampler, SequentialSampler
+    ds = TensorDataset(features(76), classes(76))
+    for make in (lambda bs: TorchLoader(ds, batch_size=bs), lambda bs: TorchLoader(ds, batch_size=bs, drop_last=True),
+                 lambda bs: TorchLoader(ds, batch_sampler=BatchSampler(SequentialSampler(ds), bs, True))):
+        a,b = (make_learner(DataLoaders(make(bs), TorchLoader(ds, batch_size=16)), cbs=cbs) for bs,cbs in ((8,AccumulateStep(4)), (32,None)))
+        for l in (a,b): l.fit_one_cycle(2)
+        assert_same(a, b)
+
+def test_pickle_and_deepcopy(tmp_path):
+    import pickle
+    a,b = make_learner(make_dls(76, 8), cbs=AccumulateStep(4)),make_learner(make_dls(76, 32))
+    for l in (a,b): l.fit(1)
+    c = deepcopy(a)
+    for l in (a,b,c): l.spy.steps = []; l.dls.train.rng = random.Random(0); l.fit(1)
+    assert_same(a, b); assert_same(c, b)
+    learn = make_learner(make_dls(76, 8), cbs=AccumulateStep(4))
+    learn.remove_cb(Spy); learn.recorder.smooth_loss = AvgSmoothLoss(); learn.logger = print
+    learn.path = tmp_path; learn.export('a.pkl')
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        assert load_learner(tmp_path/'a.pkl').accumulate_step.n_step==4
