@@ -1,0 +1,58 @@
+"What the benchmarks share: the machine, exact peak memory, paired timing, and results as a table and a file"
+import gc,json,os,platform,statistics,time
+from pathlib import Path
+import torch
+
+def machine():
+    "One line about what the figures were measured on"
+    cpu = next((l.split(':')[1].strip() for l in open('/proc/cpuinfo') if l.startswith('model name')), platform.processor()) if os.path.exists('/proc/cpuinfo') else platform.processor()
+    gpu = f', {torch.cuda.get_device_name()}' if torch.cuda.is_available() else ', no GPU'
+    import fastai
+    return f'{cpu}, {os.cpu_count()} cores{gpu}; Python {platform.python_version()}, torch {torch.__version__}, fastai {fastai.__version__}'
+
+def peak_bytes(f):
+    "Largest number of bytes that are allocated at once while `f` runs, above what was there before: counted from every allocation, not sampled"
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize(); torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated(); f(); torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()-start
+    with torch.profiler.profile(profile_memory=True) as prof: f()
+    events = [(e.start_ns(), e.nbytes()) for e in prof.profiler.kineto_results.events() if e.name()=='[memory]']
+    now = peak = 0
+    for _,n in sorted(events, key=lambda o: o[0]): now += n; peak = max(peak, now)
+    return peak
+
+def paired(a, b, n=20):
+    "Median of the ratios of `n` interleaved pairs of runs, `a` over `b`, with the half-width of its 95 % interval (order statistics)"
+    rs = []
+    for i in range(n):
+        ts = {}
+        for f in ((a,b) if i%2 else (b,a)): ts[f] = f()
+        rs.append(ts[a]/ts[b])
+    rs.sort()
+    k = int(n/2-0.98*n**.5)
+    return statistics.median(rs),(rs[n-1-k]-rs[k])/2
+
+def clock(f):
+    "Seconds that `f` takes"
+    gc.collect(); gc.disable()
+    try:
+        t = time.perf_counter(); f()
+        if torch.cuda.is_available(): torch.cuda.synchronize()
+        return time.perf_counter()-t
+    finally: gc.enable()
+
+def table(rows, cols):
+    "Print `rows` as a Markdown table, aligned"
+    rows = [[str(o) for o in r] for r in rows]
+    ws = [max(len(r[i]) for r in [cols]+rows) for i in range(len(cols))]
+    line = lambda r: '| ' + ' | '.join(o.ljust(w) for o,w in zip(r,ws)) + ' |'
+    return '\n'.join([line(cols), line(['-'*w for w in ws]), *map(line, rows)])
+
+def save(name, **kwargs):
+    "Write the figures beside the script"
+    p = Path(__file__).parent/'results'/f'{name}.json'
+    p.parent.mkdir(exist_ok=True)
+    p.write_text(json.dumps(dict(machine=machine(), **kwargs), indent=1)+'\n')
+    return p

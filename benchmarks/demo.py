@@ -1,0 +1,66 @@
+"""Train on scikit-learn's digits three times: with batches of 64, with `AccumulateStep(n_step=8)` on batches of 8, and with fastai's own callback on batches of 8.
+
+    python benchmarks/demo.py          # print the table
+    python benchmarks/demo.py --save   # and write it to benchmarks/results/demo.json, which the README shows
+"""
+import sys,warnings
+warnings.filterwarnings('ignore')
+from common import *
+from sklearn.datasets import load_digits
+from fastai.basics import *
+from fastai.callback.progress import ProgressCallback
+from fastai.callback.schedule import *
+from fastai.callback.training import GradientAccumulation
+from fastai_accum.all import *
+
+N_TRAIN,LARGE,BS,EPOCHS = 1500,64,8,10
+
+class Steps(Callback):
+    "Count the optimizer steps, and the samples that reached one"
+    order = 1000
+    def before_fit(self): self.steps = self.samples = self.waiting = 0
+    def before_backward(self): self.waiting += len(self.y)
+    def before_step(self): self.steps,self.samples,self.waiting = self.steps+1,self.samples+self.waiting,0
+
+class NoValid(Callback):
+    def before_validate(self): raise CancelValidException
+
+def learner(bs, cbs=None):
+    "Always the same data in the same order, and the same first weights"
+    x,y = load_digits(return_X_y=True)
+    x,y = tensor(x/16.).float().reshape(-1,1,8,8),tensor(y)
+    set_seed(7)
+    trn,val = (list(zip(x[s],y[s])) for s in (slice(N_TRAIN), slice(N_TRAIN,None)))
+    dls = DataLoaders(DataLoader(trn, bs=bs, shuffle=True), DataLoader(val, bs=99))
+    model = nn.Sequential(nn.Conv2d(1,16,3,padding=1), nn.ReLU(), nn.Conv2d(16,32,3,stride=2,padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512,10))
+    learn = Learner(dls, model, loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=[Steps()]+L(cbs))
+    learn.remove_cb(ProgressCallback); learn.logger = noop
+    return learn
+
+def train_memory(bs, cbs=None):
+    "Peak memory of training a window on top of what the weights, gradients and optimizer need anyway"
+    learn = learner(bs, cbs)
+    learn.dls.train.get_idxs = lambda: list(range(LARGE))
+    learn.add_cb(NoValid())
+    learn.fit(1)
+    return peak_bytes(partial(learn.fit, 1))
+
+def main():
+    runs = {f'batches of {LARGE}':(LARGE, lambda: None), f'batches of {BS}, AccumulateStep(n_step={LARGE//BS})':(BS, lambda: AccumulateStep(n_step=LARGE//BS)),
+            f'batches of {BS}, GradientAccumulation({LARGE})':(BS, lambda: GradientAccumulation(LARGE))}
+    print(f'{machine()}\n\n{N_TRAIN} digits, {EPOCHS} epochs of one-cycle training; an epoch is {-(-N_TRAIN//LARGE)} batches of {LARGE}, or {-(-N_TRAIN//BS)} of {BS}\n')
+    big,rows = None,[]
+    for name,(bs,cb) in runs.items():
+        learn = learner(bs, cb())
+        secs = clock(lambda: learn.fit_one_cycle(EPOCHS, 1e-2))
+        w = torch.cat([p.detach().flatten() for p in learn.model.parameters()])
+        big = w if big is None else big
+        rows.append((name, f'{((w-big).norm()/big.norm()).item():.0e}' if len(rows) else '', f'{learn.final_record[-1]:.3f}', f'{learn.steps.samples:,} of {N_TRAIN*EPOCHS:,}',
+                     learn.steps.steps, f'{train_memory(bs, cb())/2**20:.2f} MiB', f'{secs:.1f}'))
+    cols = ['training', 'weights, relative difference', 'accuracy', 'samples that reached a step', 'steps', 'peak memory', 'seconds']
+    print(table(rows, cols))
+    print(f'\nRead the first column of figures: AccumulateStep ends at the weights of the batches of {LARGE}, up to float32 rounding, with the memory of batches of {BS}; '
+          "fastai's callback ends elsewhere.")
+    if '--save' in sys.argv: save('demo', rows=rows, cols=cols)
+
+if __name__=='__main__': main()
