@@ -16,11 +16,11 @@ demo: $(READY) ## Train on digits: the large batch, AccumulateStep, and fastai's
 	@$(BIN)/python benchmarks/demo.py
 
 test: $(READY) ## Every notebook and every test, a few minutes
-	$(BIN)/nbdev-test --n_workers 2
+	OMP_NUM_THREADS=1 $(BIN)/nbdev-test --n-workers 2
 	$(BIN)/python -m pytest
 
 test-all: $(READY) ## The same, with the slow sweeps
-	$(BIN)/nbdev-test --n_workers 2
+	OMP_NUM_THREADS=1 $(BIN)/nbdev-test --n-workers 2
 	$(BIN)/python -m pytest -m 'slow or not slow'
 
 docs: $(READY) ## The site, in _docs (Quarto if it is installed, otherwise smalldocs)

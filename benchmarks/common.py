@@ -2,10 +2,17 @@
 import gc,json,os,platform,statistics,time
 from pathlib import Path
 import torch
+from fastai.callback.core import Callback,CancelValidException
+
+class NoValid(Callback):
+    "Train only"
+    def before_validate(self): raise CancelValidException
 
 def machine():
     "One line about what the figures were measured on"
-    cpu = next((l.split(':')[1].strip() for l in open('/proc/cpuinfo') if l.startswith('model name')), platform.processor()) if os.path.exists('/proc/cpuinfo') else platform.processor()
+    info = Path('/proc/cpuinfo')
+    lines = info.read_text().splitlines() if info.exists() else []
+    cpu = next((l.split(':')[1].strip() for l in lines if l.startswith('model name')), platform.processor())
     gpu = f', {torch.cuda.get_device_name()}' if torch.cuda.is_available() else ', no GPU'
     import fastai
     return f'{cpu}, {os.cpu_count()} cores{gpu}; Python {platform.python_version()}, torch {torch.__version__}, fastai {fastai.__version__}'

@@ -22,9 +22,6 @@ class Steps(Callback):
     def before_backward(self): self.waiting += len(self.y)
     def before_step(self): self.steps,self.samples,self.waiting = self.steps+1,self.samples+self.waiting,0
 
-class NoValid(Callback):
-    def before_validate(self): raise CancelValidException
-
 def learner(bs, cbs=None):
     "Always the same data in the same order, and the same first weights"
     x,y = load_digits(return_X_y=True)
@@ -48,19 +45,21 @@ def train_memory(bs, cbs=None):
 def main():
     runs = {f'batches of {LARGE}':(LARGE, lambda: None), f'batches of {BS}, AccumulateStep(n_step={LARGE//BS})':(BS, lambda: AccumulateStep(n_step=LARGE//BS)),
             f'batches of {BS}, GradientAccumulation({LARGE})':(BS, lambda: GradientAccumulation(LARGE))}
-    print(f'{machine()}\n\n{N_TRAIN} digits, {EPOCHS} epochs of one-cycle training; an epoch is {-(-N_TRAIN//LARGE)} batches of {LARGE}, or {-(-N_TRAIN//BS)} of {BS}\n')
+    print(f'{machine()}\n\n{N_TRAIN} digits, {EPOCHS} epochs of one-cycle training; '
+          f'an epoch is {-(-N_TRAIN//LARGE)} batches of {LARGE}, or {-(-N_TRAIN//BS)} of {BS}\n')
     big,rows = None,[]
     for name,(bs,cb) in runs.items():
         learn = learner(bs, cb())
         secs = clock(lambda: learn.fit_one_cycle(EPOCHS, 1e-2))
         w = torch.cat([p.detach().flatten() for p in learn.model.parameters()])
         big = w if big is None else big
-        rows.append((name, f'{((w-big).norm()/big.norm()).item():.0e}' if len(rows) else '', f'{learn.final_record[-1]:.3f}', f'{learn.steps.samples:,} of {N_TRAIN*EPOCHS:,}',
+        diff = f'{((w-big).norm()/big.norm()).item():.0e}' if rows else ''
+        rows.append((name, diff, f'{learn.final_record[-1]:.3f}', f'{learn.steps.samples:,} of {N_TRAIN*EPOCHS:,}',
                      learn.steps.steps, f'{train_memory(bs, cb())/2**20:.2f} MiB', f'{secs:.1f}'))
     cols = ['training', 'weights, relative difference', 'accuracy', 'samples that reached a step', 'steps', 'peak memory', 'seconds']
     print(table(rows, cols))
-    print(f'\nRead the first column of figures: AccumulateStep ends at the weights of the batches of {LARGE}, up to float32 rounding, with the memory of batches of {BS}; '
-          "fastai's callback ends elsewhere.")
+    print(f'\nRead the first column of figures: AccumulateStep ends at the weights of the batches of {LARGE}, up to float32 rounding, '
+          f"with the memory of batches of {BS}; fastai's callback ends elsewhere.")
     if '--save' in sys.argv: save('demo', rows=rows, cols=cols)
 
 if __name__=='__main__': main()

@@ -30,9 +30,6 @@ def data(shape, n):
     batches = [(torch.randn(BS, *shape, generator=g).to(device), torch.randint(10, (BS,), generator=g).to(device)) for _ in range(n)]
     return DataLoaders(DataLoader(batches, bs=None), DataLoader(batches[:1], bs=None), device=device)
 
-class NoValid(Callback):
-    def before_validate(self): raise CancelValidException
-
 def learner(net, cbs=None, opt_func=partial(SGD, mom=.9)):
     make,shape,n = nets[net]
     torch.manual_seed(0)
@@ -72,7 +69,8 @@ def times(pairs):
 
 def memory():
     rows = []
-    for name,opt in dict(SGD=partial(SGD, mom=.9), Adam=Adam, **{'torch SGD':partial(OptimWrapper, opt=torch.optim.SGD), 'torch AdamW':partial(OptimWrapper, opt=torch.optim.AdamW)}).items():
+    torchs = {f'torch {o.__name__}':partial(OptimWrapper, opt=o) for o in (torch.optim.SGD, torch.optim.AdamW)}
+    for name,opt in dict(SGD=partial(SGD, mom=.9), Adam=Adam, **torchs).items():
         res = {}
         for k,cb in dict(plain=None, ours=ours(), fastais=theirs()).items():
             learn = learner('conv', cb, opt)
@@ -83,7 +81,8 @@ def memory():
 
 def import_ms(n=7):
     code = 'import time, fastai.basics; t=time.perf_counter(); import fastai_accum.all; print(1000*(time.perf_counter()-t))'
-    return statistics.median(float(subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, check=True).stdout) for _ in range(n))
+    once = lambda: float(subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, check=True).stdout)
+    return statistics.median(once() for _ in range(n))
 
 if __name__=='__main__':
     p = argparse.ArgumentParser(); p.add_argument('--pairs', type=int, default=30); p.add_argument('--save', action='store_true'); args = p.parse_args()

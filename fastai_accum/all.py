@@ -7,6 +7,10 @@ Docs: https://fastai-accum.github.io/fastai_accum/index.html.md"""
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/index.ipynb #51d98569
+# %% ../nbs/index.ipynb #a8f9f1f9
+from . import loss,core
 from .loss import *
 from .core import *
+
+# %% ../nbs/index.ipynb #ef0f50bc
+__all__ = [*loss.__all__, *core.__all__]

@@ -12,8 +12,6 @@ import warnings
 from dataclasses import dataclass
 from numbers import Integral,Real
 from fastai.basics import *
-from fastai.callback.progress import ProgressCallback
-from fastai.callback.training import GradientAccumulation
 from .loss import base_loss,loss_reduction,sums_by_nature,loss_weight
 
 # %% ../nbs/core.ipynb #c509a974
@@ -27,8 +25,13 @@ class Window:
     loss:Real = 0.      # Sum of their losses, each the sum over its elements
 
     def __post_init__(self):
-        self.open = self.boundary = self.dirty = self.closed = self.skipped = self.stepped = False
-        self.bs,self.micro,self.own = 0,None,None
+        self.open = self.dirty = False        # it has micro-batches; one of them has been through `before_backward`
+        self.boundary = self.closed = False   # the micro-batch in flight closes it; its gradients are finished
+        self.skipped = self.stepped = False   # a callback skipped its step; the step was made
+        self.surplus = False                  # the micro-batch in flight belongs to a tail that is dropped
+        self.bs,self.last = 0,None            # samples of the micro-batch in flight; the loss of the last one
+        self.own = None                       # what `learn.loss` was before it became that of the window
+        self.hypers = []                      # what the optimizer was set to before it
     def reset(self): self.__init__()
 
 # %% ../nbs/core.ipynb #89d4ac26
@@ -38,6 +41,7 @@ class Counts:
     n_micro:int = 0     # Micro-batches drawn
     n_samples:int = 0   # Samples in those
     n_steps:int = 0     # Optimizer steps
+    weight:Real = 0     # Sum of the weights that reached a step
     n_stepped:int = 0   # Samples that reached a step
     n_thrown:int = 0    # Samples thrown away: with a tail, a cancelled micro-batch, a skipped step or a fit cut short
 
@@ -65,7 +69,10 @@ class Plan:
     n_windows:int|None # Windows in an epoch; `None` if batches vary in size and samples are counted
     n_samples:int|None # Samples in an epoch, where the loader says so
     drop_last:bool     # Whether the tail is thrown away
+    bs:int|None=None   # Batch size of the loader, if it has one
     n_done:int = 0     # Windows that have ended in this epoch
+    n_drawn:int = 0    # Samples drawn in this epoch
+    is_odd:bool=False  # Whether the last micro-batch drawn was not of size `bs`
 
     @property
     def is_over(self): return self.drop_last and self.n_windows is not None and self.n_done>=self.n_windows
@@ -80,11 +87,11 @@ def plan_epoch(
     "The windows that an epoch of `dl` will have"
     n_micro,n,bs = len(dl),_n_samples(dl),_batch_size(dl)
     drop = bool(_drops_last(dl)) if drop_last is None else drop_last
-    if n_samples is None: return Plan(min(n_step,n_micro), n_micro//n_step if drop else -(-n_micro//n_step), n, drop)
+    if n_samples is None: return Plan(min(n_step,n_micro), n_micro//n_step if drop else -(-n_micro//n_step), n, drop, bs)
     if bs is None: return Plan(max(1, min(n_micro, n_samples*n_micro//n if n else 1)), None, n, drop)
     size = -(-n_samples//bs)
     full,rest = divmod(n or n_micro*bs, size*bs)
-    return Plan(min(size,n_micro), full + (rest>=n_samples or (rest>0 and not drop)), n, drop)
+    return Plan(min(size,n_micro), full + (rest>=n_samples or (rest>0 and not drop)), n, drop, bs)
 
 # %% ../nbs/core.ipynb #79377598
 def _check_count(name, v):
@@ -111,31 +118,37 @@ class AccumulateStep(Callback):
         _check_flag('average', average); _check_flag('drop_last', drop_last)
         if weight is not None and not callable(weight): raise ValueError(f"AccumulateStep: weight must be a function (pred, *yb) -> float, got {weight!r}")
         store_attr()
+        self.counts,self.plan,self._nominal,self._borrowed,self._warned,self._bare = Counts(),None,None,[],set(),set()
         self._init_state()
 
-    _stateattrs = ('window','_borrowed','_given')
-    def _init_state(self):
-        super()._init_state()
-        self.window,self.counts,self._borrowed,self._given,self._warned,self._bare = Window(),Counts(),[],[],set(),set()
+    _stateattrs = ('window','_given')
+    def _init_state(self): super()._init_state(); self.window,self._given = Window(),[]
+    __setattr__ = object.__setattr__   # fastai's looks for each name in the model too, to warn of shadowing
 
     @property
     def learn(self): return self.__dict__.get('_learn')
     @learn.setter
     def learn(self, v):
-        if v is None and self.learn is not None: self._throw_away()
+        if v is None and self.learn is not None:
+            self._throw_away()
+            if sum(o is self for o in self.learn.cbs)>1: return   # registered twice, and only removed once
         self.__dict__['_learn'] = v
 
     def __call__(self, event_name):
         self._give_back()
         return super().__call__(event_name)
 
-# %% ../nbs/core.ipynb #516ca577
+# %% ../nbs/core.ipynb #b6b2f5a8
+def _is_a(cb, name):
+    "Whether `name` is a class of `cb`; to import `ProgressCallback` would add a progress bar to every `Learner`"
+    return any(o.__name__==name for o in type(cb).__mro__)
+
 @patch
 def _check_cbs(self:AccumulateStep):
     cbs = [o for o in self.learn.cbs if isinstance(o, AccumulateStep)]
     if sum(o is self for o in cbs)>1: raise ValueError(f"AccumulateStep: the same instance is registered {len(cbs)} times; give it in cbs= once")
     if len(cbs)>1: raise ValueError(f"AccumulateStep: cbs holds {len(cbs)} of them, keep one (`learn.accumulate` replaces)")
-    if any(isinstance(o, GradientAccumulation) for o in self.learn.cbs):
+    if any(_is_a(o, 'GradientAccumulation') for o in self.learn.cbs):
         raise ValueError("AccumulateStep: cbs holds fastai's GradientAccumulation too; remove it with `learn.remove_cb(GradientAccumulation)`")
 
 # %% ../nbs/core.ipynb #c558c858
@@ -155,39 +168,44 @@ def _read_loss(self:AccumulateStep):
     if self.average is None and self.averages and not self.is_mean:
         self._warn_once('sum', "a mean loss is set to reduction='sum'; its gradients are divided by its weight as if it were 'mean'. "
                                "Set reduction='mean', or average=False to keep the sum")
-    base = base_loss(f)
-    self.finite = self.weight is None and isinstance(base, (nn.CrossEntropyLoss,nn.NLLLoss)) and base.weight is None
+    base = base_loss(f)   # all targets ignored: cross-entropy by itself has gradients of zero, where other losses have NaN
+    self.zero_is_safe = self.weight is None and isinstance(base, (nn.CrossEntropyLoss,nn.NLLLoss)) and base.weight is None
 
 # %% ../nbs/core.ipynb #756e3012
 @patch
 def _read_loader(self:AccumulateStep, dl):
     "Plan the epoch, and refuse or warn where the request cannot mean what it says"
     self.plan,bs = plan_epoch(dl, self.n_step, self.n_samples, self.drop_last),_batch_size(dl)
-    name,v = ('n_step',self.n_step) if self.n_samples is None else ('n_samples',self.n_samples)
+    name,v,unit = ('n_step',self.n_step,'micro-batches') if self.n_samples is None else ('n_samples',self.n_samples,'samples')
     if self.n_samples and bs and v<bs:
         self._warn_once('bs', f"n_samples={v} is below the batch size {bs}, so every micro-batch is a window. n_samples counts samples, n_step micro-batches")
     held = len(dl) if self.n_samples is None else self.plan.n_samples
     if not held or v<=held: return
     if self.plan.drop_last:
-        raise ValueError(f"AccumulateStep: {name}={v} is more than the {held} of an epoch and the tail is dropped, so no step would ever be made. "
+        raise ValueError(f"AccumulateStep: {name}={v} is more than the {held} {unit} of an epoch and the tail is dropped, so no step would ever be made. "
                          f"Lower {name} or pass drop_last=False")
-    self._warn_once('epoch', f"{name}={v} is more than the {held} of an epoch: a window ends with its epoch, and each epoch makes one step")
+    self._warn_once('epoch', f"{name}={v} is more than the {held} {unit} of an epoch: a window ends with its epoch, and each epoch makes one step")
 
 # %% ../nbs/core.ipynb #09896c4e
 @patch
 def before_fit(self:AccumulateStep):
-    "Clean up after a fit that was interrupted, check the set-up, and reset the counts"
+    "Clean up after a fit that was interrupted, and check the set-up"
+    learn = self.learn
     self._throw_away()
-    if self.learn.lock.locked(): return
-    self._check_cbs(); self._read_loss(); self._read_loader(self.learn.dls.train)
-    self.counts,self._nominal = Counts(),None
-    self._bare = {id(p) for p in self._params() if p.grad is None}
-    if hasattr(self.learn, 'lr_finder'): self.learn.n_epoch = self.learn.lr_finder.num_it//(self.plan.n_windows or 1) + 1
+    if learn.lock.locked(): return
+    self._check_cbs(); self._read_loss(); self._read_loader(learn.dls.train)
+    learn.cbs = L(self) + learn.cbs.filter(lambda o: o is not self)   # the first, also of those whose `order` is as low
+    setattr(learn, self.name, self)
+    if hasattr(learn, 'lr_finder'): learn.n_epoch = learn.lr_finder.num_it//(self.plan.n_windows or 1) + 1
+    self._is_new = True
 
 @patch
 def before_train(self:AccumulateStep):
-    "Plan the windows of this epoch"
+    "Plan the windows of this epoch; in the first one of a fit, reset the counts"
     self._read_loss(); self._read_loader(self.learn.dl)
+    if not getattr(self, '_is_new', True): return
+    self.counts,self._nominal,self._is_new = Counts(),None,False
+    self._bare = {id(p) for p in self._params() if p.grad is None}
 
 # %% ../nbs/core.ipynb #540cb5c0
 @patch
@@ -198,13 +216,16 @@ def _full(self:AccumulateStep, more=0):
 @patch
 def before_batch(self:AccumulateStep):
     "Count the micro-batch, and see whether it closes the window"
-    win,n,bs = self.window,self.counts,find_bs(self.learn.yb or self.learn.xb)
+    win,n,plan,bs = self.window,self.counts,self.plan,find_bs(self.learn.yb or self.learn.xb)
     if not win.open: win.reset()
-    n.n_micro += 1; n.n_samples += bs
-    if self.plan.is_over: n.n_thrown += bs; raise CancelBatchException
+    n.n_micro += 1; n.n_samples += bs; plan.n_drawn += bs
+    if self.n_samples and plan.is_odd: plan.n_windows = None   # not the last one was of another size, so the sizes vary
+    plan.is_odd,win.surplus = bs!=plan.bs,plan.is_over
+    if win.surplus: n.n_thrown += bs; raise CancelBatchException
+    if plan.drop_last and not win.open: win.hypers = [dict(h) for h in self.learn.opt.hypers]
     win.open,win.bs = True,bs
     win.n_micro += 1; win.n_drawn += bs
-    win.boundary = self._full(bs) or (self.learn.iter+1>=self.learn.n_iter and not self.plan.drop_last)
+    win.boundary = self._full(bs) or (self.learn.iter+1>=self.learn.n_iter and not plan.drop_last)
 
 @patch(as_prop=True)
 def is_boundary(self:AccumulateStep)->bool:
@@ -216,11 +237,11 @@ def is_boundary(self:AccumulateStep)->bool:
 def _number(self:AccumulateStep, w):
     "Check the weight `w`; a tensor on an accelerator stays there, and is checked at the boundary"
     src = 'loss_weight' if self.weight is None else 'weight'
-    if isinstance(w, Tensor) and w.numel()==1:
-        if w.device.type!='cpu':
-            if self.weight is not None: self._given.append(w.detach().reshape(()))
-            return w.detach().reshape(()).to(torch.promote_types(self.learn.loss.dtype, torch.float32))
-        w = w.item()
+    if isinstance(w, Tensor) and w.numel()==1 and w.device.type!='cpu':
+        w = w.detach().reshape(())
+        if self.weight is not None: self._given.append(w)
+        return w.to(torch.promote_types(self.learn.loss.dtype, torch.float32))
+    if isinstance(w, (Tensor,np.ndarray)) and math.prod(w.shape)==1: w = w.item()
     if isinstance(w, bool) or not isinstance(w, Real): raise ValueError(f"AccumulateStep: {src} must return one number, got {w!r}")
     if not 0<=w<math.inf: raise ValueError(f"AccumulateStep: {src} must return a finite number of at least 0, got {w!r}")
     return w
@@ -246,48 +267,59 @@ def _share(self:AccumulateStep, w, loss):
     win,by,c = self.window,w if self.is_mean else 1,self._nominal if self.averages else 1
     if not self.is_mean: return loss,by/c
     alone = win.boundary & (win.weight+w==0)   # the window ends, and all of it weighs 0
-    if isinstance(w, Tensor):
-        if not self.finite: _cut(self.learn.pred, (w>0)|alone)
-        return torch.where(w>0, loss*w, 0),torch.where(w>0, by/c, alone)
+    if isinstance(w, Tensor): return self._share_tensor(w, loss, (w>0)|alone, by/c)
     if w>0: return loss*w,by/c
-    if not alone: _cut(self.learn.pred, False)
+    if not alone: self._leave_out(False)
     return torch.zeros_like(loss),float(alone)
+
+@patch
+def _share_tensor(self:AccumulateStep, w, loss, keep, share):
+    "The same for a weight on an accelerator, which cannot be looked at"
+    if not self.zero_is_safe: self._leave_out(keep)
+    return torch.where(w>0, loss*w, 0),torch.where(w>0, share, keep)
+
+@patch
+def _leave_out(self:AccumulateStep, keep):
+    "Unless `keep`, cut the gradient at the predictions, and do not show the NaN of the loss to callbacks"
+    _cut(self.learn.pred, keep)
+    self.learn.loss = torch.where(torch.as_tensor(keep, device=self.learn.loss.device), self.learn.loss.detach(), 0)
+
+# %% ../nbs/core.ipynb #a9adb58b
+@patch
+def _expected(self:AccumulateStep, w):
+    "The weight of a full window whose micro-batches are like this one of weight `w`, but ignore no target"
+    ignore,y = getattr(base_loss(self.learn.loss_func), 'ignore_index', None),self.learn.yb[0]
+    if isinstance(ignore, int) and isinstance(y, Tensor) and not y.is_floating_point():
+        kept = (y!=ignore).sum()
+        w = w * y.numel() / (kept.clamp(min=1) if isinstance(w, Tensor) else max(kept.item(), 1))
+    n = self.window.bs or 1   # for a weight of 0 any constant is exact
+    return (torch.where(w>0, w, n) if isinstance(w, Tensor) else w or n) * self.plan.size
 
 # %% ../nbs/core.ipynb #3c136b83
 @patch
 def before_backward(self:AccumulateStep):
     "Turn the loss into its share of the window's"
-    learn = self.learn
-    if learn.loss_grad.numel()!=1: raise ValueError(f"AccumulateStep: the loss must be one number, got shape {tuple(learn.loss_grad.shape)}; reduce it by a mean")
-    w,loss,win = self._micro_weight(),learn.loss.detach(),self.window
+    learn,win,shape = self.learn,self.window,tuple(self.learn.loss_grad.shape)
+    if not win.open: return   # added in the middle of a micro-batch
+    if math.prod(shape)!=1: raise ValueError(f"AccumulateStep: the loss must be one number, got shape {shape}; reduce it by a mean")
+    w,loss = self._micro_weight(),learn.loss.detach()
     if self._nominal is None: self._nominal = self._expected(w)
     total,share = self._share(w, loss.to(torch.promote_types(loss.dtype, torch.float32)))
     if isinstance(share, Tensor) or share!=1: learn.loss_grad = learn.loss_grad*share
-    win.micro,win.dirty = (w,total,win.bs),True
+    win.dirty,win.last = True,loss
+    if learn.loss_grad.requires_grad: learn.loss_grad.register_hook(partial(_count, win, [(w,total,win.bs)]))
 
-@patch
-def _expected(self:AccumulateStep, w):
-    "The weight of a full window whose micro-batches all weigh `w`"
-    return (torch.where(w>0, w, self.window.bs) if isinstance(w, Tensor) else w or self.window.bs) * self.plan.size
-
-# %% ../nbs/core.ipynb #2dcf39ea
-@patch
-def after_cancel_backward(self:AccumulateStep):
-    "Nothing has reached the gradients"
-    self.window.micro = None
-
-@patch
-def after_backward(self:AccumulateStep):
-    "Count what has reached the gradients"
-    win = self.window
-    if win.micro is None: return
-    w,loss,bs = win.micro
-    win.weight,win.loss,win.n_samples,win.micro = win.weight+w,win.loss+loss,win.n_samples+bs,None
+def _count(win, micro, _):
+    "Add `micro`, a list of one weight, loss and number of samples, to `win`; once, however often the loss is gone through"
+    if not micro: return
+    w,loss,bs = micro.pop()
+    win.weight,win.loss,win.n_samples = win.weight+w,win.loss+loss,win.n_samples+bs
 
 # %% ../nbs/core.ipynb #4b116d82
 @patch
 def before_step(self:AccumulateStep):
     "Hold the step back; at the boundary, finish the gradients and the loss"
+    if not self.window.open: return
     if not self.window.boundary: raise CancelBatchException
     self._finish()
 
@@ -295,14 +327,14 @@ def before_step(self:AccumulateStep):
 def _finish(self:AccumulateStep):
     "Divide the gradients by the weight of the window, and make `learn.loss` the loss of the window"
     win,learn = self.window,self.learn
-    win.closed,win.own = True,learn.loss
+    win.closed,win.own = True,learn.loss.detach()
     if not win.n_samples: return
     self._check_given()
     W = win.weight if self.averages else 1
-    if isinstance(W, Tensor): factor,loss = torch.where(W>0, self._nominal/W, 1),torch.where(W>0, win.loss/W, learn.loss)
-    else:                     factor,loss = (self._nominal/W,win.loss/W) if W else (1,learn.loss)
+    if isinstance(W, Tensor): factor,loss = torch.where(W>0, self._nominal/W, 1),torch.where(W>0, win.loss/W, win.last)
+    else:                     factor,loss = (self._nominal/W,win.loss/W) if W else (1,win.last)
     if self.averages: self._scale_grads(factor)
-    learn.loss = loss.detach().to(learn.loss.dtype)
+    learn.loss = loss.to(learn.loss.dtype)
 
 # %% ../nbs/core.ipynb #f430d198
 @patch
@@ -339,68 +371,67 @@ def after_step(self:AccumulateStep):
     "The window has reached the weights, unless the step was skipped"
     self.window.stepped = not self.window.skipped
 
-# %% ../nbs/core.ipynb #c08d5504
-_missing = object()
-
+# %% ../nbs/core.ipynb #66737c9e
 @patch
-def _borrow(self:AccumulateStep, o, attr, v):
-    "Set `attr` of `o` to `v` until the next event"
-    self._borrowed.append((o, attr, o.__dict__.get(attr, _missing)))
-    o.__dict__[attr] = v
+def _borrow(self:AccumulateStep, o, **kwargs):
+    "Set attributes of `o` until the next event"
+    self._borrowed.append((o, {k:o.__dict__[k] for k in kwargs if k in o.__dict__}, list(kwargs)))
+    o.__dict__.update(kwargs)
 
 @patch
 def _give_back(self:AccumulateStep):
     "Undo every `_borrow`"
     while self._borrowed:
-        o,attr,old = self._borrowed.pop()
-        if old is _missing: o.__dict__.pop(attr, None)
-        else: o.__dict__[attr] = old
+        o,old,names = self._borrowed.pop()
+        for k in names: o.__dict__.pop(k)
+        o.__dict__.update(old)
 
 # %% ../nbs/core.ipynb #2d35b614
-def _per_step(cb): return cb.order>=Recorder.order and not isinstance(cb, ProgressCallback)
+def _per_step(cb): return cb.order>=Recorder.order and not _is_a(cb, 'ProgressCallback')
 
-@patch
-def _train_metrics(self:AccumulateStep):
-    "Metrics over the training set see every micro-batch, with its own loss; then `Recorder` has only the window's loss left to do"
-    learn,rec = self.learn,getattr(self.learn, 'recorder', None)
-    if rec is None or not (rec.train_metrics and rec.run and len(learn.yb)): return
-    loss = learn.loss
-    if self.window.own is not None: learn.loss = self.window.own
-    for met in learn.metrics: met.accumulate(learn)
-    learn.loss = loss
-    self._borrow(rec, 'train_metrics', False)
-
-# %% ../nbs/core.ipynb #6f11ebaa
 @patch
 def after_batch(self:AccumulateStep):
     "Keep the books: once a window for what records steps, at each micro-batch for the rest"
-    win,over = self.window,not self.window.open
-    if not over:
-        if not win.closed and self._full(): self._close()
-        self._train_metrics()
-        if win.closed: self._end_window()
+    win = self.window
+    if win.open and not win.closed and self._full(): self._close()
     for cb in self.learn.cbs:
-        if isinstance(cb, TrainEvalCallback) or (over and not isinstance(cb, ProgressCallback)) or (not win.closed and _per_step(cb)):
-            self._borrow(cb, 'run', False)
+        if win.surplus: self._borrow(cb, run=cb.run and _is_a(cb, 'ProgressCallback'))
+        elif isinstance(cb, TrainEvalCallback): self._borrow(cb, **(dict(after_batch=self._move_on) if win.closed else dict(run=False)))
+        elif isinstance(cb, Recorder) and cb.train_metrics: self._borrow(cb, after_batch=partial(self._record, cb))
+        elif not win.closed and _per_step(cb): self._borrow(cb, run=False)
+    if win.closed: self._account()
 
-# %% ../nbs/core.ipynb #3b64ca3b
+# %% ../nbs/core.ipynb #3c260d34
 @patch
-def _end_window(self:AccumulateStep):
-    "Count the window, and move `train_iter` and `pct_train` on"
-    win,learn,plan = self.window,self.learn,self.plan
-    self._account()
-    plan.n_done += 1
-    if not any(isinstance(cb, TrainEvalCallback) for cb in learn.cbs): return
+def _record(self:AccumulateStep, rec):
+    "What `Recorder` does in `after_batch` if it has metrics over the training set"
+    learn,win = self.learn,self.window
+    loss,mets = learn.loss,[] if len(learn.yb)==0 else rec._train_mets[1:]
+    if win.closed: learn.loss = win.own
+    for met in mets: met.accumulate(learn)
+    learn.loss = loss
+    if not win.closed: return
+    self._borrow(rec, train_metrics=False)
+    type(rec).after_batch(rec)
+
+# %% ../nbs/core.ipynb #f62fd3ba
+@patch
+def _move_on(self:AccumulateStep):
+    "What `TrainEvalCallback` does in `after_batch`, for a window"
+    learn,plan = self.learn,self.plan
     learn.train_iter += 1
     if plan.n_windows: learn.pct_train += 1./(plan.n_windows*learn.n_epoch)
-    else:              learn.pct_train += (win.n_drawn/plan.n_samples if plan.n_samples else win.n_micro/learn.n_iter)/learn.n_epoch
+    else:
+        seen = plan.n_drawn/plan.n_samples if plan.n_samples else (learn.iter+1)/learn.n_iter
+        learn.pct_train = (learn.epoch+seen)/learn.n_epoch
 
 @patch
 def _account(self:AccumulateStep):
     "Close the books of the window"
     win,n = self.window,self.counts
-    stepped = win.n_samples if win.stepped else 0
-    n.n_steps += win.stepped; n.n_stepped += stepped; n.n_thrown += win.n_drawn-stepped
+    if win.stepped: n.n_steps += 1; n.n_stepped += win.n_samples; n.weight = n.weight+win.weight
+    n.n_thrown += win.n_drawn - (win.n_samples if win.stepped else 0)
+    self.plan.n_done += win.closed
     win.open = False
 
 # %% ../nbs/core.ipynb #cde44b5c
@@ -418,13 +449,33 @@ def _close(self:AccumulateStep):
 @patch
 def after_train(self:AccumulateStep):
     "Step on a tail that is still open, or throw it away"
-    if not self.window.open: return
-    if self.plan.drop_last or not self.window.n_samples: return self._throw_away()
-    self._close(); self._end_window()
-    if hasattr(self.learn, 'recorder'): self._borrow(self.learn.recorder, 'train_metrics', False)
+    win,plan = self.window,self.plan
+    if win.open and (plan.drop_last or not win.n_samples): self._drop_tail()
+    elif win.open:
+        try: self._close(); self._log_step()
+        except CancelTrainException: self.learn('after_cancel_train')
+    if plan.drop_last and not plan.n_done and plan.n_drawn:
+        self._warn_once('none', f"an epoch of {plan.n_drawn} samples made no step: it ended before its first window was full, and the tail is dropped")
+
+@patch
+def _log_step(self:AccumulateStep):
+    "Send `after_batch` to what counts or records steps"
+    for cb in self.learn.cbs:
+        if isinstance(cb, TrainEvalCallback): self._borrow(cb, after_batch=self._move_on)
+        elif isinstance(cb, Recorder): self._borrow(cb, train_metrics=False)
+    self._account()
     for cb in self.learn.cbs.sorted('order'):
-        if _per_step(cb): cb('after_batch')
+        if isinstance(cb, TrainEvalCallback) or _per_step(cb): cb('after_batch')
     self._give_back()
+
+@patch
+def _drop_tail(self:AccumulateStep):
+    "Throw away a tail, with what schedulers have set for it"
+    opt,hypers = self.learn.opt,self.window.hypers
+    self._throw_away()
+    for k in hypers[0] if hypers else []:
+        old,new = ([h[k] for h in o] for o in (hypers,opt.hypers))
+        if old!=new: opt.set_hyper(k, old)
 
 # %% ../nbs/core.ipynb #a2213ac2
 @patch

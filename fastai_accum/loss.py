@@ -24,30 +24,23 @@ _modules = {F.l1_loss:nn.L1Loss, F.mse_loss:nn.MSELoss, F.smooth_l1_loss:nn.Smoo
 
 def _as_module(f, **kwargs):
     "The module that computes the same as `f`, a function of `torch.nn.functional`"
-    cls = _modules[f]
-    return cls(**{k:v for k,v in kwargs.items() if k in inspect.signature(cls).parameters})
+    return _modules[f](**{k:v for k,v in kwargs.items() if k in inspect.signature(_modules[f]).parameters})
 
 # %% ../nbs/loss.ipynb #b2b9418c
 def base_loss(
     loss_func # A loss: a module, a fastai `BaseLoss`, a function, a `partial` of one, or the method that `MixUp` puts in place
 ): # The loss that does the work; for a function of `torch.nn.functional`, the module that computes the same
     "The loss under every wrapping of `loss_func`"
-    if isinstance(loss_func, partial): return _partial_loss(loss_func)
-    if isinstance(loss_func, FunctionType) and loss_func in _modules: return _as_module(loss_func)
-    inner = getattr(loss_func, '__self__', None) if isinstance(loss_func, MethodType) else loss_func
-    if hasattr(inner, 'old_lf'): return base_loss(inner.old_lf)
-    return base_loss(loss_func.func) if isinstance(loss_func, BaseLoss) else loss_func
-
-def _partial_loss(f):
-    "`base_loss` of a `partial`, whose keywords count as those of the loss"
-    if f.func in _modules: return _as_module(f.func, **f.keywords)
-    base = base_loss(f.func)
-    return f if base is f.func and isinstance(base, FunctionType) else base
+    f,kw = (loss_func.func,loss_func.keywords) if isinstance(loss_func, partial) else (loss_func,{})
+    if isinstance(f, FunctionType) and f in _modules: return _as_module(f, **kw)
+    if isinstance(f, MethodType): f = getattr(f.__self__, 'old_lf', f)
+    elif isinstance(f, BaseLoss): f = f.func
+    return f if f is loss_func else base_loss(f)
 
 # %% ../nbs/loss.ipynb #abaf31ec
 def _default_reduction(f):
     "The `reduction` that `f` has when it is not given"
-    f = f if isinstance(f, (FunctionType,partial)) else type(f).__init__
+    f = f if isinstance(f, (FunctionType,MethodType)) else type(f).__init__
     try: par = inspect.signature(f).parameters.get('reduction')
     except (TypeError,ValueError): return None
     return par.default if par and isinstance(par.default, str) else None
@@ -56,6 +49,7 @@ def loss_reduction(
     loss_func # A loss, in any wrapping
 )->str: # 'none', 'sum', 'mean', or another kind of mean ('batchmean')
     "How `loss_func` reduces the losses of its elements to one number"
+    if isinstance(loss_func, partial) and 'reduction' in loss_func.keywords: return loss_func.keywords['reduction']
     base = base_loss(loss_func)
     return getattr(base, 'reduction', None) or _default_reduction(base) or 'mean'
 
@@ -79,9 +73,10 @@ def loss_weight(
 # %% ../nbs/loss.ipynb #6803d72e
 @loss_weight.register(partial)
 @loss_weight.register(FunctionType)
-def _wrapped_weight(loss_func, pred, *yb):
-    base = base_loss(loss_func)
-    return find_bs(yb) if base is loss_func else loss_weight(base, pred, *yb)
+def _function_weight(loss_func, pred, *yb):
+    f = getattr(loss_func, 'func', loss_func)
+    if f in _modules: return loss_weight(base_loss(loss_func), pred, *yb)
+    return find_bs(yb) if f is loss_func else loss_weight(f, pred, *yb)
 
 @loss_weight.register
 def _flat_weight(loss_func:BaseLoss, pred, targ, *yb):
@@ -92,9 +87,11 @@ def _flat_weight(loss_func:BaseLoss, pred, targ, *yb):
 @loss_weight.register(nn.CrossEntropyLoss)
 @loss_weight.register(nn.NLLLoss)
 def _class_weight(loss_func, pred, targ):
-    if targ.is_floating_point(): return pred.numel() // pred.shape[min(1, pred.ndim-1)]
-    keep = targ != loss_func.ignore_index
+    if targ.is_floating_point(): return targ.numel() // targ.shape[min(1, targ.ndim-1)]
+    keep = targ != (-100 if loss_func.ignore_index is None else loss_func.ignore_index)
     return keep.sum() if loss_func.weight is None else torch.where(keep, loss_func.weight[torch.where(keep, targ, 0)], 0).sum()
+
+if hasattr(nn, 'LinearCrossEntropyLoss'): loss_weight.register(nn.LinearCrossEntropyLoss, _class_weight)   # since PyTorch 2.14
 
 # %% ../nbs/loss.ipynb #17768c44
 @loss_weight.register

@@ -19,7 +19,8 @@ def conv_learner(cbs=None, opt_func=SGD, bs=8, n=64, device='cpu'):
     learn.remove_cb(ProgressCallback); learn.logger = noop
     return learn
 
-opts = dict(sgd=(partial(SGD,mom=.9),False), adam=(Adam,False), torch_sgd=(partial(OptimWrapper,opt=torch.optim.SGD),True), torch_adamw=(partial(OptimWrapper,opt=torch.optim.AdamW),True))
+opts = dict(sgd=(partial(SGD, mom=.9), False), adam=(Adam, False),   # optimizer, and whether its `zero_grad` frees the gradients
+            torch_sgd=(partial(OptimWrapper, opt=torch.optim.SGD), True), torch_adamw=(partial(OptimWrapper, opt=torch.optim.AdamW), True))
 
 @pytest.mark.parametrize('opt', opts)
 def test_peak_memory(opt):

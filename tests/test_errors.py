@@ -17,24 +17,34 @@ def test_arguments():
     assert AccumulateStep(np.int64(4)).n_step==4
 
 def refused(learn, match, exc=ValueError, fit=lambda l: l.fit(1)):
-    "`fit` raises, no weight has moved, and the learner trains as if nothing had happened once `mend` is done"
+    "`fit` raises, and no weight has moved"
     old = [p.clone() for p in learn.model.parameters()]
     with pytest.raises(exc, match=match): fit(learn)
     assert all(torch.equal(o,p) for o,p in zip(old, learn.model.parameters()))
+
+def trains(learn):
+    "After a refusal nothing is lost: `learn` trains as the large batch"
+    big = make_learner(make_dls(64, 32))
+    for l in (learn,big): l.fit(1)
+    assert_same(learn, big)
 
 def test_together_with_fastais():
     learn = make_learner(make_dls(64, 8), cbs=[GradientAccumulation(32), AccumulateStep(4)])
     refused(learn, 'remove_cb.GradientAccumulation')
     learn.remove_cb(GradientAccumulation)
-    big = make_learner(make_dls(64, 32))
-    for l in (learn,big): l.fit(1)
-    assert_same(learn, big)
+    trains(learn)
 
 def test_twice():
     refused(make_learner(make_dls(64, 8), cbs=[AccumulateStep(4), AccumulateStep(2)]), 'cbs holds 2 of them')
     cb = AccumulateStep(4)
     learn = make_learner(make_dls(64, 8), cbs=cb)
     refused(learn, 'same instance is registered 2 times', fit=lambda l: l.fit(1, cbs=cb))
+    trains(learn)
+    assert learn.accumulate_step is cb
+    learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(4))
+    refused(learn, 'cbs holds 2 of them', fit=lambda l: l.fit(1, cbs=AccumulateStep(2)))
+    trains(learn)
+    assert learn.accumulate_step.n_step==4
 
 def test_accumulate_replaces():
     learn = make_learner(make_dls(64, 8)).accumulate(2).accumulate(n_samples=32, drop_last=True)
@@ -47,7 +57,8 @@ def test_reduction_none():
     learn = make_learner(make_dls(64, 8), loss_func=nn.CrossEntropyLoss(reduction='none'), cbs=AccumulateStep(4))
     refused(learn, "reduction='none'")
     refused(make_learner(make_dls(64, 8), loss_func=partial(F.cross_entropy, reduction='none'), cbs=AccumulateStep(4)), "reduction='none'")
-    refused(make_learner(make_dls(64, 8), loss_func=lambda p,t: F.cross_entropy(p, t, reduction='none'), cbs=AccumulateStep(4)), r'one number, got shape \(8,\)')
+    unreduced = lambda pred,targ: F.cross_entropy(pred, targ, reduction='none')
+    refused(make_learner(make_dls(64, 8), loss_func=unreduced, cbs=AccumulateStep(4)), r'one number, got shape \(8,\)')
 
 def test_losses_of_predictions():
     "`get_preds(with_loss=True)` sets the reduction to 'none' for a while"
@@ -69,7 +80,8 @@ def test_weight_types(v):
 
 def test_never_a_step():
     for kw,n in (dict(n_step=9), 8), (dict(n_samples=65), 64):
-        refused(make_learner(make_dls(64, 8), cbs=AccumulateStep(**kw, drop_last=True)), f'is more than the {n} of an epoch and the tail is dropped')
+        learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(**kw, drop_last=True))
+        refused(learn, f'is more than the {n} (micro-batches|samples) of an epoch and the tail is dropped')
     learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(9, drop_last=True))
     learn.validate(); learn.get_preds()   # nothing is trained, nothing is wrong
 
@@ -77,7 +89,7 @@ def test_warns_once():
     learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(9))
     with pytest.warns(UserWarning) as rec: learn.fit(3); learn.fit(1)
     assert [str(o.message) for o in rec if 'AccumulateStep' in str(o.message)]==[
-        'AccumulateStep: n_step=9 is more than the 8 of an epoch: a window ends with its epoch, and each epoch makes one step']
+        'AccumulateStep: n_step=9 is more than the 8 micro-batches of an epoch: a window ends with its epoch, and each epoch makes one step']
 
 class Named(nn.Module):
     "Two inputs, a dictionary of two outputs, and a parameter that is never used"

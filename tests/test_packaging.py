@@ -1,9 +1,12 @@
 "What is shipped: a wheel and an sdist that install, one version, one list of requirements, and an import that costs little"
-import subprocess,sys,tarfile,tomllib,zipfile
+import os,re,subprocess,sys,tarfile,zipfile
+from configparser import ConfigParser
 from pathlib import Path
 import pytest
 
 root = Path(__file__).resolve().parent.parent
+
+cfg = ConfigParser(); cfg.read(root/'settings.ini'); settings = cfg['DEFAULT']
 
 def sh(*args, **kwargs): return subprocess.run(list(map(str,args)), capture_output=True, text=True, check=True, **kwargs).stdout
 
@@ -26,12 +29,14 @@ def test_wheel_and_sdist(dist, tmp_path):
     assert not any(o.startswith(('nbs','tests','benchmarks')) for o in names)
     assert any(o.name.endswith('/settings.ini') for o in tarfile.open(sdist))
     meta = next(zipfile.ZipFile(whl).read(o).decode() for o in names if o.endswith('METADATA'))
-    assert [o for o in meta.splitlines() if o.startswith('Requires-Dist') and 'extra' not in o]==['Requires-Dist: fastai>=2.7.6']
+    needs = [o.removeprefix('Requires-Dist: ') for o in meta.splitlines() if o.startswith('Requires-Dist') and 'extra' not in o]
+    assert needs==settings['requirements'].split()
     sh(sys.executable, '-m', 'pip', 'install', '--no-deps', '--no-index', '--target', tmp_path/'site', whl)
     code = "import fastai_accum.all as m; assert 'site' in m.__file__, m.__file__; print(m.AccumulateStep(4).n_step)"
     assert sh(sys.executable, '-W', 'ignore', '-c', code, cwd=tmp_path, env={'PYTHONPATH':str(tmp_path/'site'), 'PATH':'', 'HOME':str(tmp_path)}).strip()=='4'
 
 def test_stated_once():
+    tomllib = pytest.importorskip('tomllib', reason='reads pyproject.toml, and tomllib comes with Python 3.11')
     proj = tomllib.loads((root/'pyproject.toml').read_text())['project']
     assert set(proj['dynamic'])=={'version','dependencies','optional-dependencies'} and 'version' not in proj and 'dependencies' not in proj
     assert 'fastai' not in (root/'setup.py').read_text().replace('fastai_accum','') and 'version' not in (root/'settings.ini').read_text()
@@ -43,8 +48,24 @@ def test_import_time():
     assert secs<0.05, f'{secs*1000:.0f} ms'
 
 def test_public_names():
-    import fastai_accum.all as m
-    for o in 'AccumulateStep Window Counts loss_weight loss_reduction base_loss sums_by_nature'.split(): assert hasattr(m, o), o
+    names = {}
+    exec('from fastai_accum.all import *', names)
+    for o in 'AccumulateStep Window Counts loss_weight loss_reduction base_loss sums_by_nature'.split(): assert o in names, o
+    assert 'fastai_accum' not in names and 'F' not in names
+
+def test_no_side_effects():
+    "The import adds no progress bar to every learner"
+    code = 'from fastai.basics import *; old=list(defaults.callbacks); import fastai_accum.all; assert defaults.callbacks==old'
+    sh(sys.executable, '-W', 'ignore', '-c', code, cwd=root)
+
+def test_readme_runs(tmp_path):
+    "The Python of the README, as a user would paste it into a file; its snippet of before and after has no data"
+    blocks = re.findall(r'^```python\n(.*?)^```', (root/'README.md').read_text(), flags=re.S|re.M)
+    code = '\n'.join(o for o in blocks if '# before' not in o)
+    assert 'AccumulateStep' in code and 'assert' in code
+    (tmp_path/'readme.py').write_text(code)
+    out = sh(sys.executable, '-W', 'ignore', 'readme.py', cwd=tmp_path, env={**os.environ, 'PYTHONPATH':str(root)})
+    assert 'AccumulateStep: the weights differ by' in out
 
 def test_one_way_imports():
     "`loss` knows nothing of `core`"
