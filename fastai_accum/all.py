@@ -7,10 +7,10 @@ Docs: https://fastai-accum.github.io/fastai_accum/index.html.md"""
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/index.ipynb #a8f9f1f9
-from . import loss,core
-from .loss import *
-from .core import *
+# %% ../nbs/index.ipynb #2eacb0f7
+from fastai_accum import loss,core
+from fastai_accum.loss import *
+from fastai_accum.core import *
 
-# %% ../nbs/index.ipynb #ef0f50bc
+# %% ../nbs/index.ipynb #ae5f1396
 __all__ = [*loss.__all__, *core.__all__]

@@ -48,11 +48,13 @@ class Counts:
 # %% ../nbs/core.ipynb #62184412
 def _drops_last(dl): return getattr(dl, 'drop_last', False) or getattr(getattr(dl, 'batch_sampler', None), 'drop_last', False)
 
+# %% ../nbs/core.ipynb #36ed217c
 def _batch_size(dl):
     "The batch size of `dl` if it has one, for fastai's and PyTorch's loaders"
     bs = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None)
     return bs if isinstance(bs, int) else None
 
+# %% ../nbs/core.ipynb #3f1473dd
 def _n_samples(dl):
     "How many samples `dl` goes through in an epoch at most, or `None` where it does not say"
     bs = _batch_size(dl)
@@ -158,6 +160,7 @@ def _warn_once(self:AccumulateStep, about, msg):
     self._warned.add(about)
     warnings.warn(f"AccumulateStep: {msg}", stacklevel=2)
 
+# %% ../nbs/core.ipynb #30d3b966
 @patch
 def _read_loss(self:AccumulateStep):
     "Is the loss a mean, and is the window's to be one?"
@@ -199,6 +202,7 @@ def before_fit(self:AccumulateStep):
     if hasattr(learn, 'lr_finder'): learn.n_epoch = learn.lr_finder.num_it//(self.plan.n_windows or 1) + 1
     self._is_new = True
 
+# %% ../nbs/core.ipynb #21d3d325
 @patch
 def before_train(self:AccumulateStep):
     "Plan the windows of this epoch; in the first one of a fit, reset the counts"
@@ -213,6 +217,7 @@ def _full(self:AccumulateStep, more=0):
     "Whether the window is full, with `more` samples"
     return self.window.n_micro>=self.n_step if self.n_samples is None else self.window.n_samples+more>=self.n_samples
 
+# %% ../nbs/core.ipynb #29ad41c3
 @patch
 def before_batch(self:AccumulateStep):
     "Count the micro-batch, and see whether it closes the window"
@@ -227,6 +232,7 @@ def before_batch(self:AccumulateStep):
     win.n_micro += 1; win.n_drawn += bs
     win.boundary = self._full(bs) or (self.learn.iter+1>=self.learn.n_iter and not plan.drop_last)
 
+# %% ../nbs/core.ipynb #da09d0a1
 @patch(as_prop=True)
 def is_boundary(self:AccumulateStep)->bool:
     "Whether the optimizer steps at the micro-batch in flight; never in validation"
@@ -246,6 +252,7 @@ def _number(self:AccumulateStep, w):
     if not 0<=w<math.inf: raise ValueError(f"AccumulateStep: {src} must return a finite number of at least 0, got {w!r}")
     return w
 
+# %% ../nbs/core.ipynb #38ef19f8
 @patch
 def _micro_weight(self:AccumulateStep):
     "The weight of the micro-batch in flight"
@@ -261,6 +268,7 @@ def _cut(pred, keep):
     elif isinstance(pred, Tensor) and pred.requires_grad:
         pred.register_hook(lambda g: torch.where(keep, g, 0) if isinstance(keep, Tensor) else torch.zeros_like(g))
 
+# %% ../nbs/core.ipynb #1916ac85
 @patch
 def _share(self:AccumulateStep, w, loss):
     "The sum of the losses of a micro-batch of weight `w` and mean `loss`, and what to multiply its gradient with"
@@ -272,12 +280,14 @@ def _share(self:AccumulateStep, w, loss):
     if not alone: self._leave_out(False)
     return torch.zeros_like(loss),float(alone)
 
+# %% ../nbs/core.ipynb #501901da
 @patch
 def _share_tensor(self:AccumulateStep, w, loss, keep, share):
     "The same for a weight on an accelerator, which cannot be looked at"
     if not self.zero_is_safe: self._leave_out(keep)
     return torch.where(w>0, loss*w, 0),torch.where(w>0, share, keep)
 
+# %% ../nbs/core.ipynb #6c8d7a2d
 @patch
 def _leave_out(self:AccumulateStep, keep):
     "Unless `keep`, cut the gradient at the predictions, and do not show the NaN of the loss to callbacks"
@@ -309,6 +319,7 @@ def before_backward(self:AccumulateStep):
     win.dirty,win.last = True,loss
     if learn.loss_grad.requires_grad: learn.loss_grad.register_hook(partial(_count, win, [(w,total,win.bs)]))
 
+# %% ../nbs/core.ipynb #a1c1e7fc
 def _count(win, micro, _):
     "Add `micro`, a list of one weight, loss and number of samples, to `win`; once, however often the loss is gone through"
     if not micro: return
@@ -323,6 +334,7 @@ def before_step(self:AccumulateStep):
     if not self.window.boundary: raise CancelBatchException
     self._finish()
 
+# %% ../nbs/core.ipynb #d8fe21e1
 @patch
 def _finish(self:AccumulateStep):
     "Divide the gradients by the weight of the window, and make `learn.loss` the loss of the window"
@@ -345,6 +357,7 @@ def _params(self:AccumulateStep):
     if opt is not None: res.update({id(p):p for pg in opt.param_lists for p in pg})
     return list(res.values())
 
+# %% ../nbs/core.ipynb #66e76bba
 @patch
 def _scale_grads(self:AccumulateStep, factor):
     "Multiply all gradients by `factor`, without a pass over them if it is 1"
@@ -352,6 +365,7 @@ def _scale_grads(self:AccumulateStep, factor):
     for device,gs in groupby([p.grad for p in self._params() if p.grad is not None], attrgetter('device')).items():
         torch._foreach_mul_(gs, factor.to(device) if isinstance(factor, Tensor) else factor)
 
+# %% ../nbs/core.ipynb #db8df663
 @patch
 def _check_given(self:AccumulateStep):
     "Check the weights that were left on an accelerator"
@@ -425,6 +439,7 @@ def _move_on(self:AccumulateStep):
         seen = plan.n_drawn/plan.n_samples if plan.n_samples else (learn.iter+1)/learn.n_iter
         learn.pct_train = (learn.epoch+seen)/learn.n_epoch
 
+# %% ../nbs/core.ipynb #217c62d4
 @patch
 def _account(self:AccumulateStep):
     "Close the books of the window"
@@ -446,6 +461,7 @@ def _close(self:AccumulateStep):
         learn.opt.zero_grad()
     except CancelBatchException: learn('after_cancel_batch')
 
+# %% ../nbs/core.ipynb #6cd950fe
 @patch
 def after_train(self:AccumulateStep):
     "Step on a tail that is still open, or throw it away"
@@ -457,6 +473,7 @@ def after_train(self:AccumulateStep):
     if plan.drop_last and not plan.n_done and plan.n_drawn:
         self._warn_once('none', f"an epoch of {plan.n_drawn} samples made no step: it ended before its first window was full, and the tail is dropped")
 
+# %% ../nbs/core.ipynb #aa0f4b16
 @patch
 def _log_step(self:AccumulateStep):
     "Send `after_batch` to what counts or records steps"
@@ -468,6 +485,7 @@ def _log_step(self:AccumulateStep):
         if isinstance(cb, TrainEvalCallback) or _per_step(cb): cb('after_batch')
     self._give_back()
 
+# %% ../nbs/core.ipynb #c673954c
 @patch
 def _drop_tail(self:AccumulateStep):
     "Throw away a tail, with what schedulers have set for it"
@@ -487,6 +505,7 @@ def _throw_away(self:AccumulateStep):
     self._account()
     self.window.reset()
 
+# %% ../nbs/core.ipynb #25cf53b3
 @patch
 def _clear_grads(self:AccumulateStep):
     "Leave the gradients as `zero_grad` would, or as they were before the fit if no step was made"

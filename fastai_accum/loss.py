@@ -45,6 +45,7 @@ def _default_reduction(f):
     except (TypeError,ValueError): return None
     return par.default if par and isinstance(par.default, str) else None
 
+# %% ../nbs/loss.ipynb #91a30e3f
 def loss_reduction(
     loss_func # A loss, in any wrapping
 )->str: # 'none', 'sum', 'mean', or another kind of mean ('batchmean')
@@ -105,6 +106,7 @@ def _smooth_weight(loss_func:LabelSmoothingCrossEntropy, pred, targ):
 _elementwise = (nn.L1Loss, nn.MSELoss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.SoftMarginLoss,
                 nn.HingeEmbeddingLoss, nn.PoissonNLLLoss, nn.KLDivLoss, nn.MarginRankingLoss)
 
+# %% ../nbs/loss.ipynb #14a46334
 def _element_weight(loss_func, pred, *yb):
     if loss_reduction(loss_func)=='batchmean': return pred.shape[0]
     return math.prod(torch.broadcast_shapes(pred.shape, *(y.shape for y in yb)))
