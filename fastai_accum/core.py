@@ -120,7 +120,8 @@ class AccumulateStep(Callback):
         _check_flag('average', average); _check_flag('drop_last', drop_last)
         if weight is not None and not callable(weight): raise ValueError(f"AccumulateStep: weight must be a function (pred, *yb) -> float, got {weight!r}")
         store_attr()
-        self.counts,self.plan,self._nominal,self._borrowed,self._warned,self._bare = Counts(),None,None,[],set(),set()
+        self.counts,self.plan,self._nominal,self._is_new = Counts(),None,None,True
+        self._borrowed,self._warned,self._bare = [],set(),set()
         self._init_state()
 
     _stateattrs = ('window','_given')
@@ -207,7 +208,7 @@ def before_fit(self:AccumulateStep):
 def before_train(self:AccumulateStep):
     "Plan the windows of this epoch; in the first one of a fit, reset the counts"
     self._read_loss(); self._read_loader(self.learn.dl)
-    if not getattr(self, '_is_new', True): return
+    if not self._is_new: return
     self.counts,self._nominal,self._is_new = Counts(),None,False
     self._bare = {id(p) for p in self._params() if p.grad is None}
 
@@ -517,13 +518,24 @@ def _clear_grads(self:AccumulateStep):
 
 # %% ../nbs/core.ipynb #ca920a66
 @patch
-def after_cancel_train(self:AccumulateStep): self._throw_away()
+def after_cancel_train(self:AccumulateStep):
+    "Throw away a window that was cut short"
+    self._throw_away()
+
 @patch
-def after_cancel_epoch(self:AccumulateStep): self._throw_away()
+def after_cancel_epoch(self:AccumulateStep):
+    "Throw away a window that was cut short"
+    self._throw_away()
+
 @patch
-def after_cancel_fit(self:AccumulateStep): self._throw_away()
+def after_cancel_fit(self:AccumulateStep):
+    "Throw away a window that was cut short"
+    self._throw_away()
+
 @patch
-def after_fit(self:AccumulateStep): self._throw_away()
+def after_fit(self:AccumulateStep):
+    "Throw away what may still be open"
+    self._throw_away()
 
 # %% ../nbs/core.ipynb #a4aeebe3
 @patch
