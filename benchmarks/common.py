@@ -25,7 +25,8 @@ def peak_bytes(f):
         start = torch.cuda.memory_allocated(); f(); torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()-start
     with torch.profiler.profile(profile_memory=True) as prof: f()
-    events = [(e.start_ns(), e.nbytes()) for e in prof.profiler.kineto_results.events() if e.name()=='[memory]']
+    when = lambda e: e.start_ns() if hasattr(e, 'start_ns') else e.start_us()   # the name in older PyTorch
+    events = [(when(e), e.nbytes()) for e in prof.profiler.kineto_results.events() if e.name()=='[memory]']
     now = peak = 0
     for _,n in sorted(events, key=lambda o: o[0]): now += n; peak = max(peak, now)
     return peak
