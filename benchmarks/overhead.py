@@ -18,7 +18,7 @@ BS,N_STEP = 16,4
 def conv_net():
     "A small convolutional network, whose forward and backward take more than 30 ms for 16 images of 3 × 32 × 32 on two cores"
     layers = []
-    for i,o in (3,32),(32,64),(64,96),(96,128): layers += [nn.Conv2d(i, o, 3, padding=1), nn.ReLU(), *([nn.MaxPool2d(2)] if o>32 else [])]
+    for i,o in (3,32),(32,64),(64,128),(128,128): layers += [nn.Conv2d(i, o, 3, padding=1), nn.ReLU(), *([nn.MaxPool2d(2)] if o>32 else [])]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128,10))
 def tiny_net(): return nn.Sequential(nn.Flatten(), nn.Linear(48,10))
 

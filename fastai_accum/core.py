@@ -139,7 +139,7 @@ class AccumulateStep(Callback):
 
     def __call__(self, event_name):
         self._give_back()
-        return super().__call__(event_name)
+        if hasattr(type(self), event_name): return super().__call__(event_name)   # fastai would look for other events in the model
 
 # %% ../nbs/core.ipynb #b6b2f5a8
 def _is_a(cb, name):
