@@ -271,7 +271,7 @@ def any_window(data):
     n = res[0].accumulate_step.counts
     assert n.n_samples==n.n_stepped+n.n_thrown
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)   # the same draws each time; the sweep below draws anew
 @given(st.data())
 def test_property(data): any_window(data)
 
