@@ -1,6 +1,7 @@
 "What the benchmarks share: the machine, exact peak memory, paired timing, and results as a table and a file"
 import gc,json,os,platform,statistics,time
 from pathlib import Path
+os.environ.setdefault('KINETO_LOG_LEVEL', '5')   # the profiler would report the missing GPU as an error
 import torch
 from fastai.callback.core import Callback,CancelValidException
 

@@ -29,7 +29,8 @@ def learner(bs, cbs=None):
     set_seed(7)
     trn,val = (list(zip(x[s],y[s])) for s in (slice(N_TRAIN), slice(N_TRAIN,None)))
     dls = DataLoaders(DataLoader(trn, bs=bs, shuffle=True), DataLoader(val, bs=99))
-    model = nn.Sequential(nn.Conv2d(1,16,3,padding=1), nn.ReLU(), nn.Conv2d(16,32,3,stride=2,padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512,10))
+    # smooth activations: where rounding decides on which side of a kink a ReLU falls, two runs of the very same training can drift apart
+    model = nn.Sequential(nn.Conv2d(1,16,3,padding=1), nn.SiLU(), nn.Conv2d(16,32,3,stride=2,padding=1), nn.SiLU(), nn.Flatten(), nn.Linear(512,10))
     learn = Learner(dls, model, loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=[Steps()]+L(cbs))
     learn.remove_cb(ProgressCallback); learn.logger = noop
     return learn

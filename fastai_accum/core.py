@@ -166,7 +166,7 @@ def _warn_once(self:AccumulateStep, about, msg):
 def _read_loss(self:AccumulateStep):
     "Is the loss a mean, and is the window's to be one?"
     f,red = self.learn.loss_func,loss_reduction(self.learn.loss_func)
-    if red=='none': raise ValueError("AccumulateStep: the loss has reduction='none', which has no gradient; set it to 'mean'")
+    if red=='none': raise ValueError("AccumulateStep: the loss has reduction='none', so it is not one number to go backward from; set it to 'mean'")
     self.is_mean = red!='sum'
     self.averages = not sums_by_nature(f) if self.average is None else self.average
     if self.average is None and self.averages and not self.is_mean:
