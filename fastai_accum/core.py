@@ -19,7 +19,6 @@ from .loss import base_loss,loss_reduction,sums_by_nature,loss_weight
 class Window:
     "The micro-batches since the last optimizer step"
     n_micro:int = 0     # Micro-batches drawn, the one in flight included
-    n_drawn:int = 0     # Samples in those
     n_samples:int = 0   # Samples whose gradients are in
     weight:Real = 0     # Sum of the weights of the micro-batches whose gradients are in: what the mean over the window divides by
     loss:Real = 0.      # Sum of their losses, each the sum over its elements
@@ -37,13 +36,13 @@ class Window:
 # %% ../nbs/core.ipynb #89d4ac26
 @dataclass
 class Counts:
-    "What a fit has done so far; at its end, `n_samples == n_stepped + n_thrown`"
+    "What a fit has done so far; `n_samples == n_stepped + n_thrown`, however it ends"
     n_micro:int = 0     # Micro-batches drawn
     n_samples:int = 0   # Samples in those
     n_steps:int = 0     # Optimizer steps
     weight:Real = 0     # Sum of the weights that reached a step
     n_stepped:int = 0   # Samples that reached a step
-    n_thrown:int = 0    # Samples thrown away: with a tail, a cancelled micro-batch, a skipped step or a fit cut short
+    n_thrown:int = 0    # Samples that reached no step: in a tail, a cancelled micro-batch, a skipped step, a fit cut short; until it steps, the open window
 
 # %% ../nbs/core.ipynb #62184412
 def _drops_last(dl): return getattr(dl, 'drop_last', False) or getattr(getattr(dl, 'batch_sampler', None), 'drop_last', False)
@@ -124,8 +123,8 @@ class AccumulateStep(Callback):
         self._borrowed,self._warned,self._bare = [],set(),set()
         self._init_state()
 
-    _stateattrs = ('window','_given')
-    def _init_state(self): super()._init_state(); self.window,self._given = Window(),[]
+    _stateattrs = ('window','_given','_carry')
+    def _init_state(self): super()._init_state(); self.window,self._given,self._carry = Window(),[],(0,0,[])
     __setattr__ = object.__setattr__   # fastai's looks for each name in the model too, to warn of shadowing
 
     @property
@@ -133,7 +132,7 @@ class AccumulateStep(Callback):
     @learn.setter
     def learn(self, v):
         if v is None and self.learn is not None:
-            self._throw_away()
+            self._clean_up()
             if sum(o is self for o in self.learn.cbs)>1: return   # registered twice, and only removed once
         self.__dict__['_learn'] = v
 
@@ -141,10 +140,10 @@ class AccumulateStep(Callback):
         self._give_back()
         if hasattr(type(self), event_name): return super().__call__(event_name)   # fastai would look for other events in the model
 
-# %% ../nbs/core.ipynb #b6b2f5a8
+# %% ../nbs/core.ipynb #83b84c48
 def _is_a(cb, name):
-    "Whether `name` is a class of `cb`; to import `ProgressCallback` would add a progress bar to every `Learner`"
-    return any(o.__name__==name for o in type(cb).__mro__)
+    "Whether `cb`, a callback or its class, is a `name`; to import `ProgressCallback` would add a progress bar to every `Learner`"
+    return any(o.__name__==name for o in (cb if isinstance(cb, type) else type(cb)).__mro__)
 
 @patch
 def _check_cbs(self:AccumulateStep):
@@ -195,7 +194,7 @@ def _read_loader(self:AccumulateStep, dl):
 def before_fit(self:AccumulateStep):
     "Clean up after a fit that was interrupted, and check the set-up"
     learn = self.learn
-    self._throw_away()
+    self._clean_up()
     if learn.lock.locked(): return
     self._check_cbs(); self._read_loss(); self._read_loader(learn.dls.train)
     learn.cbs = L(self) + learn.cbs.filter(lambda o: o is not self)   # the first, also of those whose `order` is as low
@@ -224,13 +223,13 @@ def before_batch(self:AccumulateStep):
     "Count the micro-batch, and see whether it closes the window"
     win,n,plan,bs = self.window,self.counts,self.plan,find_bs(self.learn.yb or self.learn.xb)
     if not win.open: win.reset()
-    n.n_micro += 1; n.n_samples += bs; plan.n_drawn += bs
+    n.n_micro += 1; n.n_samples += bs; n.n_thrown += bs; plan.n_drawn += bs
     if self.n_samples and plan.is_odd: plan.n_windows = None   # not the last one was of another size, so the sizes vary
     plan.is_odd,win.surplus = bs!=plan.bs,plan.is_over
-    if win.surplus: n.n_thrown += bs; raise CancelBatchException
+    if win.surplus: raise CancelBatchException
     if plan.drop_last and not win.open: win.hypers = [dict(h) for h in self.learn.opt.hypers]
     win.open,win.bs = True,bs
-    win.n_micro += 1; win.n_drawn += bs
+    win.n_micro += 1
     win.boundary = self._full(bs) or (self.learn.iter+1>=self.learn.n_iter and not plan.drop_last)
 
 # %% ../nbs/core.ipynb #da09d0a1
@@ -260,6 +259,9 @@ def _micro_weight(self:AccumulateStep):
     f = self.weight or partial(loss_weight, self.learn.loss_func)
     with torch.no_grad(): return self._number(f(self.learn.pred, *self.learn.yb))
 
+# %% ../nbs/core.ipynb #7cdb85aa
+def _hook(f, *args): return torch.utils.hooks.unserializable_hook(partial(f, *args))   # no warning when the learner is pickled
+
 # %% ../nbs/core.ipynb #f3a40040
 def _cut(pred, keep):
     "Let gradients through to the tensors in `pred` only where `keep`, a bool or a tensor of one bool"
@@ -267,7 +269,7 @@ def _cut(pred, keep):
     if isinstance(pred, (list,tuple)):
         for o in pred: _cut(o, keep)
     elif isinstance(pred, Tensor) and pred.requires_grad:
-        pred.register_hook(lambda g: torch.where(keep, g, 0) if isinstance(keep, Tensor) else torch.zeros_like(g))
+        pred.register_hook(_hook(lambda g: torch.where(keep, g, 0) if isinstance(keep, Tensor) else torch.zeros_like(g)))
 
 # %% ../nbs/core.ipynb #1916ac85
 @patch
@@ -318,7 +320,7 @@ def before_backward(self:AccumulateStep):
     total,share = self._share(w, loss.to(torch.promote_types(loss.dtype, torch.float32)))
     if isinstance(share, Tensor) or share!=1: learn.loss_grad = learn.loss_grad*share
     win.dirty,win.last = True,loss
-    if learn.loss_grad.requires_grad: learn.loss_grad.register_hook(partial(_count, win, [(w,total,win.bs)]))
+    if learn.loss_grad.requires_grad: learn.loss_grad.register_hook(_hook(_count, win, [(w,total,win.bs)]))
 
 # %% ../nbs/core.ipynb #a1c1e7fc
 def _count(win, micro, _):
@@ -341,7 +343,14 @@ def _finish(self:AccumulateStep):
     "Divide the gradients by the weight of the window, and make `learn.loss` the loss of the window"
     win,learn = self.window,self.learn
     win.closed,win.own = True,learn.loss.detach()
-    if not win.n_samples: return
+    if win.n_samples: self._average()
+    self._take_carry()
+
+# %% ../nbs/core.ipynb #9286aac2
+@patch
+def _average(self:AccumulateStep):
+    "Turn the sums over the window into means"
+    win,learn = self.window,self.learn
     self._check_given()
     W = win.weight if self.averages else 1
     if isinstance(W, Tensor): factor,loss = torch.where(W>0, self._nominal/W, 1),torch.where(W>0, win.loss/W, win.last)
@@ -375,6 +384,25 @@ def _check_given(self:AccumulateStep):
     for w in ws:
         if not 0<=w<math.inf: raise ValueError(f"AccumulateStep: weight must return a finite number of at least 0, got {w!r}")
 
+# %% ../nbs/core.ipynb #456b77a2
+@patch
+def after_cancel_batch(self:AccumulateStep):
+    "Set aside the gradients of a window that was cancelled at its step; the next step takes them, as fastai's does"
+    win = self.window
+    if not win.closed: return
+    grads = [(p, p.grad.clone()) for p in self._params() if p.grad is not None]
+    for p,_ in grads: p.grad.zero_()
+    self._carry = (0,0,grads) if win.stepped else (win.n_samples,win.weight,grads)
+
+# %% ../nbs/core.ipynb #d3ff48ed
+@patch
+def _take_carry(self:AccumulateStep):
+    "Add what was set aside"
+    win,(n,w,grads) = self.window,self._carry
+    win.n_samples += n; win.weight = win.weight+w
+    for p,g in grads: p.grad = g if p.grad is None else p.grad.add_(g)
+    self._carry = 0,0,[]
+
 # %% ../nbs/core.ipynb #4f2dd7c3
 @patch
 def after_cancel_step(self:AccumulateStep):
@@ -384,7 +412,10 @@ def after_cancel_step(self:AccumulateStep):
 @patch
 def after_step(self:AccumulateStep):
     "The window has reached the weights, unless the step was skipped"
-    self.window.stepped = not self.window.skipped
+    win,n = self.window,self.counts
+    if win.skipped: return
+    win.stepped = True
+    n.n_steps += 1; n.n_stepped += win.n_samples; n.n_thrown -= win.n_samples; n.weight = n.weight+win.weight
 
 # %% ../nbs/core.ipynb #66737c9e
 @patch
@@ -444,11 +475,8 @@ def _move_on(self:AccumulateStep):
 @patch
 def _account(self:AccumulateStep):
     "Close the books of the window"
-    win,n = self.window,self.counts
-    if win.stepped: n.n_steps += 1; n.n_stepped += win.n_samples; n.weight = n.weight+win.weight
-    n.n_thrown += win.n_drawn - (win.n_samples if win.stepped else 0)
-    self.plan.n_done += win.closed
-    win.open = False
+    self.plan.n_done += self.window.closed
+    self.window.open = False
 
 # %% ../nbs/core.ipynb #cde44b5c
 @patch
@@ -506,6 +534,12 @@ def _throw_away(self:AccumulateStep):
     self._account()
     self.window.reset()
 
+@patch
+def _clean_up(self:AccumulateStep):
+    "Forget what the next fit must not see"
+    self._throw_away()
+    self._carry = 0,0,[]
+
 # %% ../nbs/core.ipynb #25cf53b3
 @patch
 def _clear_grads(self:AccumulateStep):
@@ -535,7 +569,7 @@ def after_cancel_fit(self:AccumulateStep):
 @patch
 def after_fit(self:AccumulateStep):
     "Throw away what may still be open"
-    self._throw_away()
+    self._clean_up()
 
 # %% ../nbs/core.ipynb #a4aeebe3
 @patch

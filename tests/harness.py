@@ -57,15 +57,15 @@ def make_learner(dls, model=None, loss_func=None, opt_func=Adam, cbs=None, **kwa
     learn.logger = noop
     return learn
 
-def _opt_state(opt):
-    if isinstance(opt, Lookahead): return [_opt_state(opt.opt), opt.slow_weights, opt.count]
+def opt_state(opt):
+    if isinstance(opt, Lookahead): return [opt_state(opt.opt), opt.slow_weights, opt.count]
     state = opt.opt.state if isinstance(opt, OptimWrapper) else opt.state
     return [dict(state[p]) for pg in opt.param_lists for p in pg if p in state]
 
 def snapshot(learn):
     "Everything that the promise covers, by name"
     rec = learn.recorder
-    res = dict(params=[p.detach().clone() for p in learn.model.parameters()], buffers=list(learn.model.buffers()), opt=_opt_state(learn.opt),
+    res = dict(params=[p.detach().clone() for p in learn.model.parameters()], buffers=list(learn.model.buffers()), opt=opt_state(learn.opt),
                hypers=[dict(h) for h in learn.opt.hypers], losses=rec.losses, lrs=rec.lrs, values=rec.values, iters=rec.iters, hps=getattr(rec,'hps',{}),
                final_record=learn.final_record, train_iter=learn.train_iter, pct_train=learn.pct_train, smooth_loss=learn.smooth_loss)
     for k in ('grads','hypers','train_iter','pct_train'): res[f'step.{k}'] = [s[k] for s in learn.spy.steps]
