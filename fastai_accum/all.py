@@ -7,10 +7,11 @@ Docs: https://fastai-accum.github.io/fastai_accum/index.html.md"""
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/index.ipynb #2eacb0f7
-from fastai_accum import loss,core
+# %% ../nbs/index.ipynb #9ee64619
+from fastai_accum import loss,core,patch
 from fastai_accum.loss import *
 from fastai_accum.core import *
+from fastai_accum.patch import *
 
-# %% ../nbs/index.ipynb #ae5f1396
-__all__ = [*loss.__all__, *core.__all__]
+# %% ../nbs/index.ipynb #f21b2315
+__all__ = [*loss.__all__, *core.__all__, *patch.__all__]
