@@ -334,20 +334,3 @@ def test_terminate_on_nan():
     a,b = (make_learner(make_dls(76, bs, y=y, shuffle=False), cbs=[TerminateOnNaNCallback()]+cbs) for bs,cbs in runs)
     for l in (a,b): l.fit(2)
     assert_same(a, b)
-
-finds = [dict(n=80, kw=dict(n_step=4), large=32), dict(n=76, kw=dict(n_samples=32), large=32), dict(n=24, kw=dict(n_step=8), large=64)]
-@pytest.mark.parametrize('case', finds, ids=str)
-@pytest.mark.filterwarnings('ignore:AccumulateStep')
-def test_lr_find(case, tmp_path):
-    "The curve and every suggestion of the large batch, and nothing is left of the search"
-    funcs = SuggestionMethod.Valley,SuggestionMethod.Slide,SuggestionMethod.Minimum,SuggestionMethod.Steep
-    def find(bs, cb=None):
-        learn = make_learner(make_dls(case['n'], bs, shuffle=False), cbs=cb); learn.path = tmp_path
-        res = learn.lr_find(num_it=60, show_plot=False, suggest_funcs=funcs)
-        return learn,res
-    (a,ra),(b,rb) = find(8, AccumulateStep(**case['kw'])),find(case['large'])
-    assert ra==rb and a.recorder.lrs==b.recorder.lrs
-    k = len(b.recorder.losses)*4//5
-    assert rel(a.recorder.losses[:k], b.recorder.losses[:k])[0]<=TOL and rel(a.recorder.losses, b.recorder.losses)[0]<=1e-8
-    for l in (a,b): l.spy.steps = []; l.fit_one_cycle(2)
-    assert_same(a, b)

@@ -1,0 +1,202 @@
+"""Nothing leaks: a table of endings × what comes next.
+
+A fit of three windows (4, 4 and 2 micro-batches) is ended in one of many ways. What comes next is done with that learner, and with a plain one restored to the point where the first was left, at the batch
+size that the first one now stands for. Both have to give the same. `make test` takes each ending with the followers that matter most, and each follower with the endings that differ most; `make test-all` the
+whole table."""
+import pickle,pytest
+from contextlib import nullcontext
+from dataclasses import dataclass
+from harness import *
+from fastai_accum.patch import *
+
+N,BS,LARGE = 76,8,32
+MID,BOUNDARY,LAST = 5,7,9   # micro-batches: in the second window, its boundary, and the boundary of the tail
+drawn,windows = np.minimum(np.arange(1,11)*BS, N),{MID:32, BOUNDARY:32, LAST:12}
+
+class Data(Items):
+    "Samples of which one fails to load as long as `exc` is set"
+    exc = None
+    def __getitem__(self, i):
+        if Data.exc is not None and i==MID*BS+3: raise Data.exc
+        return super().__getitem__(i)
+    def new_empty(self): return Data(self.x[:0], tuple(o[:0] for o in self.y))
+
+class Show(TfmdDL):
+    "A loader that keeps what it is asked to show"
+    def show_results(self, b, out, max_n=9, **kwargs): Show.shown = b,out
+
+def learner(bs, path, cbs=None):
+    x,y = features(N),classes(N)
+    path.mkdir(exist_ok=True)
+    return make_learner(DataLoaders(Show(Data(x, y), bs=bs, num_workers=0), Show(Items(x[:24], (y[:24],)), bs=16, num_workers=0)), cbs=cbs, path=path)
+
+# Endings
+
+everywhere = 'before_batch after_pred after_loss before_backward after_backward before_step after_step after_batch'.split()
+unseen = everywhere[:4]            # the micro-batch has not been through its backward pass
+late = 'before_step','after_step'  # at a boundary only
+caught = dict(CancelBatchException=everywhere[:-1], CancelBackwardException=['before_backward'], CancelStepException=['before_step'],
+              CancelTrainException=everywhere, CancelEpochException=everywhere, CancelFitException=everywhere)
+failures = [OSError('truncated'), KeyboardInterrupt(), getattr(torch, 'OutOfMemoryError', torch.cuda.OutOfMemoryError)('out of memory')]
+
+@dataclass(eq=False)
+class Ending:
+    "`exc` is raised in the micro-batch `at`: by a callback of `order` at an event, or at another place"
+    where:str; exc:BaseException=None; at:int=MID; order:float=0
+
+    @property
+    def nm(self): return type(self.exc).__name__
+    @property
+    def is_caught(self): return self.exc is None or self.where in caught.get(self.nm, [])
+    @property
+    def goes_on(self): return self.is_caught and self.nm in ('NoneType','CancelBatchException','CancelBackwardException','CancelStepException')
+    def __str__(self): return self.where if self.exc is None else f'{self.nm}-{self.where}-{self.at}-{self.order}'
+
+    def run(self, learn, fit):
+        "Let `fit(cbs)` end this way"
+        def fail(*args):
+            if learn.training and learn.epoch==0 and learn.iter==self.at: raise self.exc
+        cbs,(loss,forward) = [],(learn.loss_func,learn.model.forward)
+        if self.where in everywhere: cbs = [Callback(**{self.where:fail})]; cbs[0].order = self.order
+        if self.where=='loader':    Data.exc = self.exc
+        if self.where=='model':     learn.model.forward = lambda *x: (fail(), forward(*x))[1]
+        if self.where=='loss':      learn.loss_func = lambda *x: (fail(), loss(*x))[1]
+        if self.where=='backward':  learn._backward = lambda: (learn.loss_grad.backward(), fail())
+        if self.where=='optimizer': learn._step = lambda: (fail(), learn.opt.step())
+        try: fit(cbs)
+        except BaseException as e: assert e is self.exc or type(e) is type(self.exc), f'{e!r} instead of {self.exc!r}'
+        else: assert self.is_caught, f'{self} did not raise'
+        finally:
+            Data.exc,learn.loss_func = None,loss
+            for o,k in (learn.model,'forward'),(learn,'_backward'),(learn,'_step'): o.__dict__.pop(k, None)
+
+    def plain(self):
+        "The same ending of a fit in large batches, where it should leave the same weights"
+        if self.exc is None: return self
+        return Ending('before_batch' if self.at==MID else self.where, self.exc if self.is_caught else KeyboardInterrupt(), self.at//4, self.order)
+
+    def counts(self):
+        "Samples drawn and samples stepped, by hand"
+        if self.exc is None: return N,N
+        if self.goes_on:
+            lost = drawn[self.at]-drawn[self.at-1] if self.where in unseen else windows[self.at]
+            if self.nm=='CancelBatchException' and self.where not in unseen and (self.at!=LAST or self.where!='before_step'): lost = 0   # the next step takes them
+            return N,N-lost
+        steps = 1 + (self.at==LAST) + (self.at!=MID and self.where in ('after_step','after_batch'))
+        return drawn[self.at - (self.where=='loader')],min(N, 32*steps)
+
+def make_endings():
+    yield Ending('normal')
+    for nm,events in caught.items():
+        for where,at,order in itertools.product(events, (MID,BOUNDARY,LAST), (-1000,1000)):
+            if at==MID and (where in late or where=='after_batch' and order>0): continue   # not reached
+            yield Ending(where, globals()[nm](), at, order)
+        for where,at in itertools.product(everywhere, (MID,BOUNDARY)):   # not caught there: a plain error
+            if where not in events and not (at==MID and where in late): yield Ending(where, globals()[nm](), at)
+    for exc in failures:
+        places = everywhere if isinstance(exc, KeyboardInterrupt) else ['before_batch','before_step','after_batch']
+        for where,at in itertools.product(places + ['loader','model','loss','backward','optimizer'], (MID,BOUNDARY)):
+            if not (at==MID and where in (*late,'optimizer') or at==BOUNDARY and where=='loader'): yield Ending(where, exc, at)
+
+# What comes next: called with the learner, each returns what is to be compared
+
+def frozen(l): l.freeze(); l.fit(1); l.unfreeze(); l.fit(1, slice(1e-3,1e-2))
+def find(l): return list(l.lr_find(num_it=24, show_plot=False, suggest_funcs=[valley,slide,minimum,steep]))
+def predict(l): return [l.predict((features(3)[i], classes(3)[i]))[1:] for i in range(2)]
+def show(l): l.show_results(shuffle=False); return Show.shown
+def save(l): l.save('a'); l.fit(1); l.load('a'); l.fit(1)
+
+def export(l):
+    "The loss function is as it was, and the loaded learner predicts and trains"
+    l.logger = print
+    with l.removed_cbs(l.spy), warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        l.export('a.pkl')
+        other = load_learner(l.path/'a.pkl')
+    assert type(other.loss_func) is nn.CrossEntropyLoss and vars(other.loss_func).keys()==vars(l.loss_func).keys() and other.loss_func.reduction=='mean'
+    l.logger = other.logger = noop
+    other.dls = l.dls; other.add_cb(Spy()); other.opt.load_state_dict(l.opt.state_dict())
+    return [other.get_preds(dl=l.dls.valid)[0], train(other)]
+
+def train(l): l.fit(1); is_clean(l); return snapshot(l)
+def deep_copy(l): return train(deepcopy(l))
+def pickled(l):
+    with warnings.catch_warnings():
+        warnings.filterwarnings('error', '.*hook')   # none of ours is left on a tensor
+        return train(pickle.loads(pickle.dumps(l)))
+
+followers = dict(fit=Self.fit(1), fit_one_cycle=Self.fit_one_cycle(1), lr_find=find, validate=Self.validate(), get_preds=Self.get_preds(), predict=predict,
+                 show_results=show, export=export, save=save, freeze=frozen, deepcopy=deep_copy, pickle=pickled,
+                 remove_cb=lambda l: l.remove_cb(AccumulateStep).fit(1), turn_off=Self.fit(1), stay_on=Self.fit(1))
+
+# The table
+
+def end(ending, path, patched=False, fit=lambda l,cbs: l.fit(1, cbs=cbs)):
+    "A learner whose fit ended so, with accumulation by callback or by patch"
+    learn = learner(BS, path, None if patched else AccumulateStep(4))
+    with accumulation(4) if patched else nullcontext(): ending.run(learn, lambda cbs: fit(learn, cbs))
+    return learn
+
+def restore(b, a):
+    "Bring `b` to the point where `a` was left"
+    b.fit(1)   # leaves gradients of zero, as any training does
+    b.model.load_state_dict(a.model.state_dict()); b.opt.load_state_dict(deepcopy(a.opt.state_dict()))
+    for l in (a,b): l.spy.steps = []
+
+def is_clean(learn):
+    "No trace of what was borrowed"
+    for cb in learn.cbs:
+        assert cb.run and 'after_batch' not in cb.__dict__, f'{cb}: {cb.__dict__}'
+        if isinstance(cb, AccumulateStep): assert not cb.window.open and not cb._borrowed and not cb._carry[2]
+    assert type(learn.loss_func) is nn.CrossEntropyLoss and 'one_batch' not in learn.__dict__
+
+def check(ending, follower, path, **kwargs):
+    patched,f = follower in ('turn_off','stay_on'),followers[follower]
+    a,b = end(ending, path/'a', patched, **kwargs),learner(BS if follower in ('remove_cb','turn_off') else LARGE, path/'b')
+    if patched: is_clean(a)
+    restore(b, a)
+    try:
+        with accumulation(4) if follower=='stay_on' else nullcontext(): ra = f(a); a.fit(1)
+    except Exception as e:   # only where plain training fails too
+        c = learner(LARGE, path/'c')
+        ending.plain().run(c, lambda cbs: c.fit(1, cbs=cbs))
+        with pytest.raises(type(e)): f(c)
+        return
+    rb = f(b); b.fit(1)
+    err,where = rel(ra, rb)
+    assert err<=TOL, f'relative error {err:.2e} at {where}'
+    assert_same(a, b)
+    is_clean(a)
+
+table = list(make_endings())
+often = 'fit','turn_off'
+def is_telling(e):
+    if e.exc is None or e.order<0: return e.exc is None
+    return {'KeyboardInterrupt':e.where in ('after_batch','before_step','loader'), 'OutOfMemoryError':e.where in ('model','backward'), 'OSError':e.where=='loss',
+            'CancelFitException':e.where=='after_backward', 'CancelBatchException':e.at==LAST and e.where in late}.get(e.nm, False)
+
+def slow_unless(fast, *args): return pytest.param(*args, id='-'.join(map(str,args)), marks=() if fast else pytest.mark.slow)
+
+@pytest.mark.parametrize('ending,follower', [slow_unless(f in often or is_telling(e), e, f) for e in table for f in followers])
+def test_table(ending, follower, tmp_path): check(ending, follower, tmp_path)
+
+@pytest.mark.parametrize('ending', table, ids=str)
+def test_what_is_left(ending, tmp_path):
+    "Samples are accounted for, and weights, optimizer state and hyper-parameters are those that the large batch leaves"
+    a = end(ending, tmp_path/'a')
+    n,(seen,stepped) = a.accumulate_step.counts,ending.counts()
+    assert (n.n_samples,n.n_stepped,n.n_thrown)==(seen,stepped,seen-stepped)
+    if ending.goes_on and ending.where not in late: return   # a micro-batch is gone and not its window: the large batch has no such ending
+    b = learner(LARGE, tmp_path/'b')
+    ending.plain().run(b, lambda cbs: b.fit(1, cbs=cbs))
+    a,b = ([list(l.model.parameters()), opt_state(l.opt), l.opt.hypers] for l in (a,b))
+    assert rel(a, b)[0]<=TOL, rel(a, b)
+
+find_endings = [e for e in table if not e.is_caught]
+
+@pytest.mark.parametrize('ending,follower', [slow_unless(f in often and is_telling(e), e, f) for e in find_endings for f in followers])
+def test_interrupted_lr_find(ending, follower, tmp_path):
+    "What fastai leaves is left, weights and rates in mid-search, and nothing of the accumulation"
+    def fit(l, cbs):
+        with l.added_cbs(cbs): l.lr_find(num_it=20, show_plot=False)
+    check(ending, follower, tmp_path, fit=fit)
