@@ -84,8 +84,8 @@ def plan_epoch(
     n_step:int=1, # Micro-batches in a window
     n_samples:int|None=None, # Samples in a window, instead of `n_step`
     drop_last:bool|None=None # Throw the tail away; `None` does what `dl` does with its own last batch
-)->Plan:
-    "The windows that an epoch of `dl` will have"
+):
+    "The windows that an epoch of `dl` will have, as a `Plan`"
     n_micro,n,bs = len(dl),_n_samples(dl),_batch_size(dl)
     drop = bool(_drops_last(dl)) if drop_last is None else drop_last
     if n_samples is None: return Plan(min(n_step,n_micro), n_micro//n_step if drop else -(-n_micro//n_step), n, drop, bs)
@@ -149,7 +149,7 @@ def _is_a(cb, name):
 def _check_cbs(self:AccumulateStep):
     cbs = [o for o in self.learn.cbs if isinstance(o, AccumulateStep)]
     if sum(o is self for o in cbs)>1: raise ValueError(f"AccumulateStep: the same instance is registered {len(cbs)} times; give it in cbs= once")
-    if len(cbs)>1: raise ValueError(f"AccumulateStep: cbs holds {len(cbs)} of them, keep one (`learn.accumulate` replaces)")
+    if len(cbs)>1: raise ValueError(f"AccumulateStep: cbs of the learner and of this fit hold {len(cbs)} of them, keep one (`learn.accumulate` replaces)")
     if any(_is_a(o, 'GradientAccumulation') for o in self.learn.cbs):
         raise ValueError("AccumulateStep: cbs holds fastai's GradientAccumulation too; remove it with `learn.remove_cb(GradientAccumulation)`")
 

@@ -30,15 +30,16 @@ def _accumulating(fit):
 # %% ../nbs/patch.ipynb #1633ffb7
 @delegates(AccumulateStep)
 def turn_on_accumulation(
-    n_step:int=1, # Micro-batches in a window
+    n_step:int|None=None, # Micro-batches in a window; give this or `n_samples`
     **kwargs
 ):
     "Accumulate in every fit of every `Learner` that has no `AccumulateStep` of its own; replaces an earlier setting"
-    AccumulateStep(n_step, **kwargs)   # a bad argument is an error here, and the earlier setting stays
+    if n_step is not None: kwargs['n_step'] = n_step
+    if not {'n_step','n_samples'} & set(kwargs): raise ValueError("turn_on_accumulation: give n_step, which counts micro-batches, or n_samples; got neither")
+    AccumulateStep(**kwargs)   # a bad argument is an error here, and the earlier setting stays
     turn_off_accumulation()
-    fit = _accumulating(Learner.fit)
-    defaults.accumulation = SimpleNamespace(settings=dict(n_step=n_step, **kwargs), fit=fit)
-    Learner.fit = fit
+    defaults.accumulation = SimpleNamespace(settings=kwargs, fit=_accumulating(Learner.fit))
+    Learner.fit = defaults.accumulation.fit
 
 # %% ../nbs/patch.ipynb #88bb7541
 def turn_off_accumulation():
@@ -52,7 +53,7 @@ def turn_off_accumulation():
 @contextmanager
 @delegates(AccumulateStep)
 def accumulation(
-    n_step:int=1, # Micro-batches in a window
+    n_step:int|None=None, # Micro-batches in a window; give this or `n_samples`
     **kwargs
 ):
     "`turn_on_accumulation` for the length of a `with` block; then back to what was before"

@@ -37,7 +37,7 @@ unseen = everywhere[:4]            # the micro-batch has not been through its ba
 late = 'before_step','after_step'  # at a boundary only
 caught = dict(CancelBatchException=everywhere[:-1], CancelBackwardException=['before_backward'], CancelStepException=['before_step'],
               CancelTrainException=everywhere, CancelEpochException=everywhere, CancelFitException=everywhere)
-failures = [OSError('truncated'), KeyboardInterrupt(), getattr(torch, 'OutOfMemoryError', torch.cuda.OutOfMemoryError)('out of memory')]
+failures = [OSError('truncated'), KeyboardInterrupt(), getattr(torch.cuda, 'OutOfMemoryError', RuntimeError)('out of memory')]
 
 @dataclass(eq=False)
 class Ending:
@@ -122,7 +122,7 @@ def train(l): l.fit(1); is_clean(l); return snapshot(l)
 def deep_copy(l): return train(deepcopy(l))
 def pickled(l):
     with warnings.catch_warnings():
-        warnings.filterwarnings('error', '.*hook')   # none of ours is left on a tensor
+        if ismin_torch('2.6'): warnings.filterwarnings('error', '.*hook')   # older ones overlook the mark that a hook need not be kept
         return train(pickle.loads(pickle.dumps(l)))
 
 followers = dict(fit=Self.fit(1), fit_one_cycle=Self.fit_one_cycle(1), lr_find=find, validate=Self.validate(), get_preds=Self.get_preds(), predict=predict,
