@@ -7,8 +7,9 @@ Docs: https://fastai-accum.github.io/fastai_accum/core.html.md"""
 # %% auto #0
 __all__ = ['Window', 'Counts', 'Plan', 'plan_epoch', 'AccumulateStep']
 
-# %% ../nbs/core.ipynb #3e11f00a
+# %% ../nbs/core.ipynb #f2ddbdc4
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral,Real
 from fastai.basics import *
@@ -121,10 +122,8 @@ class AccumulateStep(Callback):
         store_attr()
         self.counts,self.plan,self._nominal,self._is_new = Counts(),None,None,True
         self._borrowed,self._warned,self._bare = [],set(),set()
-        self._init_state()
+        self.window,self._given,self._carry = Window(),[],(0,0,[])
 
-    _stateattrs = ('window','_given','_carry')
-    def _init_state(self): super()._init_state(); self.window,self._given,self._carry = Window(),[],(0,0,[])
     __setattr__ = object.__setattr__   # fastai's looks for each name in the model too, to warn of shadowing
 
     @property
@@ -147,7 +146,7 @@ def _is_a(cb, name):
 
 @patch
 def _check_cbs(self:AccumulateStep):
-    cbs = [o for o in self.learn.cbs if isinstance(o, AccumulateStep)]
+    cbs = [o for o in self.learn.cbs if _is_a(o, 'AccumulateStep')]
     if sum(o is self for o in cbs)>1: raise ValueError(f"AccumulateStep: the same instance is registered {len(cbs)} times; give it in cbs= once")
     if len(cbs)>1: raise ValueError(f"AccumulateStep: cbs of the learner and of this fit hold {len(cbs)} of them, keep one (`learn.accumulate` replaces)")
     if any(_is_a(o, 'GradientAccumulation') for o in self.learn.cbs):
@@ -189,10 +188,10 @@ def _read_loader(self:AccumulateStep, dl):
                          f"Lower {name} or pass drop_last=False")
     self._warn_once('epoch', f"{name}={v} is more than the {held} {unit} of an epoch: a window ends with its epoch, and each epoch makes one step")
 
-# %% ../nbs/core.ipynb #09896c4e
+# %% ../nbs/core.ipynb #e207cc1a
 @patch
 def before_fit(self:AccumulateStep):
-    "Clean up after a fit that was interrupted, and check the set-up"
+    "Start clean, and check the set-up"
     learn = self.learn
     self._clean_up()
     if learn.lock.locked(): return
@@ -206,6 +205,7 @@ def before_fit(self:AccumulateStep):
 @patch
 def before_train(self:AccumulateStep):
     "Plan the windows of this epoch; in the first one of a fit, reset the counts"
+    self._throw_away()
     self._read_loss(); self._read_loader(self.learn.dl)
     if not self._is_new: return
     self.counts,self._nominal,self._is_new = Counts(),None,False
@@ -497,7 +497,8 @@ def after_train(self:AccumulateStep):
     win,plan = self.window,self.plan
     if win.open and (plan.drop_last or not win.n_samples): self._drop_tail()
     elif win.open:
-        try: self._close(); self._log_step()
+        try:
+            with self._guard(): self._close(); self._log_step()
         except CancelTrainException: self.learn('after_cancel_train')
     if plan.drop_last and not plan.n_done and plan.n_drawn:
         self._warn_once('none', f"an epoch of {plan.n_drawn} samples made no step: it ended before its first window was full, and the tail is dropped")
@@ -534,12 +535,6 @@ def _throw_away(self:AccumulateStep):
     self._account()
     self.window.reset()
 
-@patch
-def _clean_up(self:AccumulateStep):
-    "Forget what the next fit must not see"
-    self._throw_away()
-    self._carry = 0,0,[]
-
 # %% ../nbs/core.ipynb #25cf53b3
 @patch
 def _clear_grads(self:AccumulateStep):
@@ -550,25 +545,34 @@ def _clear_grads(self:AccumulateStep):
         if not self.counts.n_steps and id(p) in self._bare: p.grad = None
         else: p.grad.zero_()
 
-# %% ../nbs/core.ipynb #ca920a66
+# %% ../nbs/core.ipynb #a2014e2f
 @patch
-def after_cancel_train(self:AccumulateStep):
-    "Throw away a window that was cut short"
-    self._throw_away()
+@contextmanager
+def _guard(self:AccumulateStep):
+    "Throw away a window that an exception cuts short"
+    try: yield
+    except BaseException: self._throw_away(); raise
+
+# %% ../nbs/core.ipynb #82846f8c
+@patch
+def _guarded(self:AccumulateStep, f):
+    with self._guard(): f()
 
 @patch
-def after_cancel_epoch(self:AccumulateStep):
-    "Throw away a window that was cut short"
-    self._throw_away()
+def before_epoch(self:AccumulateStep):
+    "Guard the loop over the batches"
+    self._borrow(self.learn, all_batches=partial(self._guarded, self.learn.all_batches))
 
+# %% ../nbs/core.ipynb #78850d45
 @patch
-def after_cancel_fit(self:AccumulateStep):
-    "Throw away a window that was cut short"
+def _clean_up(self:AccumulateStep):
+    "Forget what the next fit must not see"
     self._throw_away()
+    self._carry = 0,0,[]
 
 @patch
 def after_fit(self:AccumulateStep):
-    "Throw away what may still be open"
+    "Leave nothing behind"
     self._clean_up()
 
 # %% ../nbs/core.ipynb #a4aeebe3
@@ -580,4 +584,4 @@ def accumulate(self:Learner,
 )->Learner:
     "Accumulate gradients over `n_step` micro-batches; replaces an `AccumulateStep` that is there"
     cb = AccumulateStep(n_step, **kwargs)
-    return self.remove_cb(AccumulateStep).add_cb(cb)
+    return self.remove_cbs(self.cbs.filter(lambda o: _is_a(o, 'AccumulateStep'))).add_cb(cb)

@@ -1,11 +1,12 @@
 """Nothing leaks: a table of endings × what comes next.
 
-A fit of three windows (4, 4 and 2 micro-batches) is ended in one of many ways. What comes next is done with that learner, and with a plain one restored to the point where the first was left, at the batch
-size that the first one now stands for. Both have to give the same. `make test` takes each ending with the followers that matter most, and each follower with the endings that differ most; `make test-all` the
-whole table."""
+A fit of three windows an epoch (4, 4 and 2 micro-batches) is ended in one of many ways. What comes next is done with that learner, and with a plain one restored
+to the point where the first was left, at the batch size that the first one now stands for. Both have to give the same. `make test` takes each ending with the
+followers that matter most, and each follower with the endings that differ most; `make test-all` the whole table."""
 import pickle,pytest
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from harness import *
 from fastai_accum.patch import *
 
@@ -25,10 +26,10 @@ class Show(TfmdDL):
     "A loader that keeps what it is asked to show"
     def show_results(self, b, out, max_n=9, **kwargs): Show.shown = b,out
 
-def learner(bs, path, cbs=None):
+def learner(bs, path, cbs=None, **kwargs):
     x,y = features(N),classes(N)
     path.mkdir(exist_ok=True)
-    return make_learner(DataLoaders(Show(Data(x, y), bs=bs, num_workers=0), Show(Items(x[:24], (y[:24],)), bs=16, num_workers=0)), cbs=cbs, path=path)
+    return make_learner(DataLoaders(Show(Data(x, y), bs=bs, num_workers=0), Show(Items(x[:24], (y[:24],)), bs=16, num_workers=0)), cbs=cbs, path=path, **kwargs)
 
 # Endings
 
@@ -70,20 +71,24 @@ class Ending:
             Data.exc,learn.loss_func = None,loss
             for o,k in (learn.model,'forward'),(learn,'_backward'),(learn,'_step'): o.__dict__.pop(k, None)
 
-    def plain(self):
-        "The same ending of a fit in large batches, where it should leave the same weights"
-        if self.exc is None: return self
-        return Ending('before_batch' if self.at==MID else self.where, self.exc if self.is_caught else KeyboardInterrupt(), self.at//4, self.order)
+    @property
+    def stepped(self): return self.at!=MID and self.where in ('after_step','after_batch')
 
-    def counts(self):
-        "Samples drawn and samples stepped, by hand"
-        if self.exc is None: return N,N
+    def plain(self):
+        "The ending in large batches that leaves the same weights; a window that is cut short is gone, also where plain fastai leaves its gradients"
+        where = self.where if self.goes_on else 'after_batch' if self.stepped else 'before_batch'
+        return Ending(where, self.exc if self.is_caught else KeyboardInterrupt(), self.at//4, self.order) if self.exc else self
+
+    def counts(self, n_epoch):
+        "Samples drawn and samples stepped in a fit, by hand"
+        if self.exc is None: return N*n_epoch,N*n_epoch
         if self.goes_on:
             lost = drawn[self.at]-drawn[self.at-1] if self.where in unseen else windows[self.at]
-            if self.nm=='CancelBatchException' and self.where not in unseen and (self.at!=LAST or self.where!='before_step'): lost = 0   # the next step takes them
-            return N,N-lost
-        steps = 1 + (self.at==LAST) + (self.at!=MID and self.where in ('after_step','after_batch'))
-        return drawn[self.at - (self.where=='loader')],min(N, 32*steps)
+            is_end = n_epoch==1 and self.at==LAST and self.where=='before_step'
+            if self.nm=='CancelBatchException' and self.where not in unseen and not is_end: lost = 0   # goes into the next step
+            return N*n_epoch,N*n_epoch-lost
+        more = N*(n_epoch-1) if self.is_caught and self.nm!='CancelFitException' else 0   # the epochs that follow
+        return drawn[self.at - (self.where=='loader')]+more,min(N, 32*(1 + (self.at==LAST) + self.stepped))+more
 
 def make_endings():
     yield Ending('normal')
@@ -115,10 +120,11 @@ def export(l):
         other = load_learner(l.path/'a.pkl')
     assert type(other.loss_func) is nn.CrossEntropyLoss and vars(other.loss_func).keys()==vars(l.loss_func).keys() and other.loss_func.reduction=='mean'
     l.logger = other.logger = noop
-    other.dls = l.dls; other.add_cb(Spy()); other.opt.load_state_dict(l.opt.state_dict())
+    other.dls = l.dls; other.add_cb(Spy()); other.create_opt(); other.opt.load_state_dict(l.opt.state_dict())
     return [other.get_preds(dl=l.dls.valid)[0], train(other)]
 
 def train(l): l.fit(1); is_clean(l); return snapshot(l)
+def new_learner(l): return train(learner(LARGE, l.path, model=l.model))
 def deep_copy(l): return train(deepcopy(l))
 def pickled(l):
     with warnings.catch_warnings():
@@ -127,7 +133,7 @@ def pickled(l):
 
 followers = dict(fit=Self.fit(1), fit_one_cycle=Self.fit_one_cycle(1), lr_find=find, validate=Self.validate(), get_preds=Self.get_preds(), predict=predict,
                  show_results=show, export=export, save=save, freeze=frozen, deepcopy=deep_copy, pickle=pickled,
-                 remove_cb=lambda l: l.remove_cb(AccumulateStep).fit(1), turn_off=Self.fit(1), stay_on=Self.fit(1))
+                 new_learner=new_learner, remove_cb=lambda l: l.remove_cb(AccumulateStep).fit(1), turn_off=Self.fit(1), stay_on=Self.fit(1))
 
 # The table
 
@@ -144,24 +150,31 @@ def restore(b, a):
     for l in (a,b): l.spy.steps = []
 
 def is_clean(learn):
-    "No trace of what was borrowed"
+    "No gradient, and no trace of what was borrowed"
+    assert not any(p.grad.any() for p in learn.model.parameters() if p.grad is not None)
     for cb in learn.cbs:
         assert cb.run and 'after_batch' not in cb.__dict__, f'{cb}: {cb.__dict__}'
         if isinstance(cb, AccumulateStep): assert not cb.window.open and not cb._borrowed and not cb._carry[2]
-    assert type(learn.loss_func) is nn.CrossEntropyLoss and 'one_batch' not in learn.__dict__
+    assert type(learn.loss_func) is nn.CrossEntropyLoss and 'all_batches' not in learn.__dict__
+
+def fails_alike(e, ending, f, path):
+    "`f` fails after plain training that ended so too, with the same error"
+    c = learner(LARGE, path)
+    ending.plain().run(c, lambda cbs: c.fit(1, cbs=cbs))
+    with pytest.raises(type(e), match=re.escape(str(e)[:40])): f(c)
 
 def check(ending, follower, path, **kwargs):
     patched,f = follower in ('turn_off','stay_on'),followers[follower]
     a,b = end(ending, path/'a', patched, **kwargs),learner(BS if follower in ('remove_cb','turn_off') else LARGE, path/'b')
-    if patched: is_clean(a)
+    is_clean(a)
     restore(b, a)
-    try:
-        with accumulation(4) if follower=='stay_on' else nullcontext(): ra = f(a); a.fit(1)
-    except Exception as e:   # only where plain training fails too
-        c = learner(LARGE, path/'c')
-        ending.plain().run(c, lambda cbs: c.fit(1, cbs=cbs))
-        with pytest.raises(type(e)): f(c)
-        return
+    with accumulation(4) if follower=='stay_on' else nullcontext():
+        try: ra = f(a)
+        except RuntimeError as e:
+            if follower!='deepcopy' or ending.exc is None: raise
+            fails_alike(e, ending, f, path/'c')
+            ra,f = None,lambda l: None
+        a.fit(1)
     rb = f(b); b.fit(1)
     err,where = rel(ra, rb)
     assert err<=TOL, f'relative error {err:.2e} at {where}'
@@ -172,25 +185,35 @@ table = list(make_endings())
 often = 'fit','turn_off'
 def is_telling(e):
     if e.exc is None or e.order<0: return e.exc is None
-    return {'KeyboardInterrupt':e.where in ('after_batch','before_step','loader'), 'OutOfMemoryError':e.where in ('model','backward'), 'OSError':e.where=='loss',
-            'CancelFitException':e.where=='after_backward', 'CancelBatchException':e.at==LAST and e.where in late}.get(e.nm, False)
+    return e.where in dict(KeyboardInterrupt=['after_batch','before_step','loader'], OutOfMemoryError=['model','backward'], OSError=['loss'],
+                           CancelFitException=['after_backward'], CancelBatchException=late if e.at==LAST else []).get(e.nm, [])
 
 def slow_unless(fast, *args): return pytest.param(*args, id='-'.join(map(str,args)), marks=() if fast else pytest.mark.slow)
 
 @pytest.mark.parametrize('ending,follower', [slow_unless(f in often or is_telling(e), e, f) for e in table for f in followers])
 def test_table(ending, follower, tmp_path): check(ending, follower, tmp_path)
 
+@pytest.mark.parametrize('n_epoch', [1,2])
 @pytest.mark.parametrize('ending', table, ids=str)
-def test_what_is_left(ending, tmp_path):
-    "Samples are accounted for, and weights, optimizer state and hyper-parameters are those that the large batch leaves"
-    a = end(ending, tmp_path/'a')
-    n,(seen,stepped) = a.accumulate_step.counts,ending.counts()
+def test_what_is_left(ending, n_epoch, tmp_path):
+    "Samples are accounted for, and weights, optimizer state and hyper-parameters are those that the large batch leaves, also after the epochs that follow"
+    a,b = end(ending, tmp_path/'a', fit=lambda l,cbs: l.fit(n_epoch, cbs=cbs)),learner(LARGE, tmp_path/'b')
+    n,(seen,stepped) = a.accumulate_step.counts,ending.counts(n_epoch)
     assert (n.n_samples,n.n_stepped,n.n_thrown)==(seen,stepped,seen-stepped)
-    if ending.goes_on and ending.where not in late: return   # a micro-batch is gone and not its window: the large batch has no such ending
-    b = learner(LARGE, tmp_path/'b')
-    ending.plain().run(b, lambda cbs: b.fit(1, cbs=cbs))
+    is_clean(a)
+    if ending.goes_on and ending.exc and ending.where not in late: return   # a micro-batch is gone and not its window: the large batch has no such ending
+    ending.plain().run(b, lambda cbs: b.fit(n_epoch, cbs=cbs))
     a,b = ([list(l.model.parameters()), opt_state(l.opt), l.opt.hypers] for l in (a,b))
     assert rel(a, b)[0]<=TOL, rel(a, b)
+
+@pytest.mark.parametrize('wrapped', [True, False], ids=['OptimWrapper','Optimizer'])
+@pytest.mark.parametrize('at', [1,MID])
+def test_gradients_that_were_none(at, wrapped, tmp_path):
+    "After an exception gradients are as `zero_grad` leaves them, and as they were before the fit if no step was made"
+    a = learner(BS, tmp_path, AccumulateStep(4), opt_func=partial(OptimWrapper, opt=torch.optim.SGD) if wrapped else SGD)
+    def grads(): return {None if p.grad is None else p.grad.any().item() for p in a.model.parameters()}
+    Ending('backward', KeyboardInterrupt(), at).run(a, lambda cbs: a.fit(1))
+    assert grads()==({None} if wrapped or at==1 else {False})
 
 find_endings = [e for e in table if not e.is_caught]
 

@@ -2,7 +2,6 @@
 import matplotlib,pytest
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from harness import *
 from fastai_accum.patch import *
 matplotlib.use('Agg')
@@ -52,7 +51,8 @@ def test_curve(nm, how, tmp_path):
         ra,pa = find(a, c, plot=True)
         assert ra==rb and a.recorder.lrs==b.recorder.lrs and rel([o[:,0] for o in pa], [o[:,0] for o in pb])[0]==0
         k = len(b.recorder.losses)*4//5
-        err = rel(a.recorder.losses[:k], b.recorder.losses[:k])[0],rel(a.recorder.losses, b.recorder.losses)[0],rel([o[:,1] for o in pa], [o[:,1] for o in pb])[0]
+        la,lb = a.recorder.losses,b.recorder.losses
+        err = rel(la[:k], lb[:k])[0],rel(la, lb)[0],rel([o[:,1] for o in pa], [o[:,1] for o in pb])[0]
         assert err[0]<=TOL and err[1]<=1e-8 and err[2]<=1e-6, err     # matplotlib draws fastai's losses in float32
         assert len(a.spy.steps)==len(b.spy.steps) and (len(b.spy.steps)==c.num_it)==(nm!='diverges')
         curve = a.recorder.lrs,a.recorder.losses

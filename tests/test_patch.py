@@ -15,8 +15,8 @@ def restores():
     (a,da),(b,db) = before,state()
     assert {k for k in {*a,*b} if a.get(k) is not b.get(k)}==set() and da==db
 
-fits = dict(fit=lambda l: l.fit(2), one_cycle=lambda l: l.fit_one_cycle(2), flat_cos=lambda l: l.fit_flat_cos(2), sgdr=lambda l: l.fit_sgdr(2, 1),
-            fine_tune=lambda l: l.fine_tune(2, base_lr=0.02), positional=lambda l: l.fit(2, 0.01, 0.1, None, True, 1), lr_find=lambda l: l.lr_find(num_it=24, show_plot=False))
+fits = dict(fit=Self.fit(2), one_cycle=Self.fit_one_cycle(2), flat_cos=Self.fit_flat_cos(2), sgdr=Self.fit_sgdr(2, 1),
+            fine_tune=Self.fine_tune(2, base_lr=0.02), positional=Self.fit(2, 0.01, 0.1, None, True, 1), lr_find=Self.lr_find(num_it=24, show_plot=False))
 settings = dict(n_step=(dict(n_step=4), 8), n_samples=(dict(n_samples=64), 24), drop_last=(dict(n_step=4, drop_last=True), 8))
 
 @pytest.mark.parametrize('existing', [True, False])
@@ -94,7 +94,8 @@ def test_block():
     def f(): return defaults.accumulation.settings['n_step']
     assert f()==f()==5 and defaults.accumulation.settings==dict(n_step=2)
 
-@pytest.mark.parametrize('kw', [dict(), dict(n_step=0), dict(n_step=4, n_samples=8), dict(n_step=4, drop_last=1), dict(n_step=4, weight=3), dict(n_step=4, n_steps=4)], ids=str)
+bad = [dict(), dict(n_step=0), dict(n_step=4, n_samples=8), dict(n_step=4, drop_last=1), dict(n_step=4, weight=3), dict(n_step=4, n_steps=4)]
+@pytest.mark.parametrize('kw', bad, ids=str)
 def test_bad_arguments(kw):
     "The error names the argument, and what was on stays on"
     turn_on_accumulation(4); fit = Learner.fit
@@ -123,6 +124,8 @@ def test_reload():
         assert Learner.fit is old
         turn_on_accumulation(4); importlib.reload(new); new.turn_off_accumulation()
         assert Learner.fit is old
+        assert steps(learn.accumulate(4))==3   # replaces the callback of the old copy
+        with pytest.raises(ValueError, match='hold 2 of them'): learn.fit(1, cbs=AccumulateStep(2))
     finally:
         sys.modules.update(saved)
         Learner.accumulate = accumulate

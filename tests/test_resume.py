@@ -9,7 +9,8 @@ from fastai_accum.patch import *
 n_epoch = 4
 def learner(bs, path, cbs=None): return make_learner(make_dls(76, bs, shuffle=False), path=path, cbs=cbs)
 def checkpoints(): return SaveModelCallback(every_epoch=True, with_opt=True)
-fits = dict(one_cycle=lambda l,**kw: l.fit_one_cycle(n_epoch, 0.02, **kw), sgdr=lambda l,**kw: l.fit_sgdr(2, 1, 0.02, cycle_mult=3, **kw), fit=lambda l,**kw: l.fit(n_epoch, 0.02, **kw))
+fits = dict(fit=lambda l,**kw: l.fit(n_epoch, 0.02, **kw), one_cycle=lambda l,**kw: l.fit_one_cycle(n_epoch, 0.02, **kw),
+            sgdr=lambda l,**kw: l.fit_sgdr(2, 1, 0.02, cycle_mult=3, **kw))
 
 class Interrupt(Callback):
     "Ctrl-C in the middle of a window of `epoch`"
