@@ -25,7 +25,7 @@ class Window:
     loss:Real = 0.      # Sum of their losses, each the sum over its elements
 
     def __post_init__(self):
-        self.open = self.dirty = False        # it has micro-batches; one of them has been through `before_backward`
+        self.open = False                     # it has micro-batches
         self.boundary = self.closed = False   # the micro-batch in flight closes it; its gradients are finished
         self.skipped = self.stepped = False   # a callback skipped its step; the step was made
         self.surplus = False                  # the micro-batch in flight belongs to a tail that is dropped
@@ -319,7 +319,7 @@ def before_backward(self:AccumulateStep):
     if self._nominal is None: self._nominal = self._expected(w)
     total,share = self._share(w, loss.to(torch.promote_types(loss.dtype, torch.float32)))
     if isinstance(share, Tensor) or share!=1: learn.loss_grad = learn.loss_grad*share
-    win.dirty,win.last = True,loss
+    win.last = loss
     if learn.loss_grad.requires_grad: learn.loss_grad.register_hook(_hook(_count, win, [(w,total,win.bs)]))
 
 # %% ../nbs/core.ipynb #a1c1e7fc
@@ -531,7 +531,7 @@ def _throw_away(self:AccumulateStep):
     "Forget an open window and its gradients"
     self._give_back(); self._given.clear()
     if not self.window.open: return
-    if self.window.dirty: self._clear_grads()
+    self._clear_grads()
     self._account()
     self.window.reset()
 

@@ -215,6 +215,49 @@ def test_gradients_that_were_none(at, wrapped, tmp_path):
     Ending('backward', KeyboardInterrupt(), at).run(a, lambda cbs: a.fit(1))
     assert grads()==({None} if wrapped or at==1 else {False})
 
+@pytest.mark.parametrize('exc', [KeyboardInterrupt, OSError, CancelTrainException, CancelEpochException, CancelFitException])
+@pytest.mark.parametrize('event', ['before_step','after_step'])
+def test_closed_after_the_loader(event, exc, tmp_path):
+    "The loader is shorter than it said, so its last window is closed in `after_train`; what is raised there leaves nothing either"
+    def fail(cb):
+        if cb.epoch==0 and cb.learn.accumulate_step.window.n_micro==3: raise exc('ended')
+    a = learner(BS, tmp_path, [AccumulateStep(4), Callback(**{event:fail})])
+    a.dls = make_dls(92, BS, skip=range(36), shuffle=False)   # 7 micro-batches instead of 12
+    with nullcontext() if exc.__name__.startswith('Cancel') else pytest.raises(exc): a.fit(1)
+    is_clean(a)
+    n = a.accumulate_step.counts
+    assert n.n_samples==n.n_stepped+n.n_thrown==56
+
+def test_added_in_an_epoch_that_is_cut_short(tmp_path):
+    "A callback that is added when an epoch has begun: its window reaches neither the next epoch nor the next fit"
+    def grow(cb):
+        if cb.epoch==0: cb.learn.accumulate(4)
+    def stop(exc):
+        def f(cb):
+            if cb.training and cb.epoch==0 and cb.iter==MID: raise exc
+        return Callback(after_backward=f)
+    a,b = (learner(BS, tmp_path, Callback(before_epoch=grow)) for _ in range(2))
+    a.fit(2, cbs=stop(CancelEpochException))
+    n = a.accumulate_step.counts
+    assert (n.n_samples,n.n_stepped,n.n_thrown)==(48+N, 32+N, 16)
+    with pytest.raises(KeyboardInterrupt): b.fit(2, cbs=stop(KeyboardInterrupt))
+    b.validate()
+    is_clean(b)
+
+def test_set_aside_and_interrupted(tmp_path):
+    "Gradients that a cancelled step leaves to the next window do not reach the next fit if there is no next window"
+    def cancel(cb):
+        if cb.epoch==0 and cb.iter==3: raise CancelBatchException
+    def stop(cb):
+        if cb.training and cb.iter==MID: raise KeyboardInterrupt
+    a,b = learner(BS, tmp_path/'a', AccumulateStep(4)),learner(LARGE, tmp_path/'b')
+    with pytest.raises(KeyboardInterrupt): a.fit(1, cbs=[Callback(before_step=cancel), Callback(after_backward=stop)])
+    n = a.accumulate_step.counts
+    assert (n.n_samples,n.n_stepped,n.n_thrown)==(48,0,48)
+    restore(b, a)
+    for l in (a,b): l.fit(1)
+    assert_same(a, b)
+
 find_endings = [e for e in table if not e.is_caught]
 
 @pytest.mark.parametrize('ending,follower', [slow_unless(f in often and is_telling(e), e, f) for e in find_endings for f in followers])
