@@ -18,7 +18,7 @@ class Data(Items):
     "Samples of which one fails to load as long as `exc` is set"
     exc = None
     def __getitem__(self, i):
-        if Data.exc is not None and i==MID*BS+3: raise Data.exc
+        if Data.exc is not None and i==MID*BS+3: raise Data.exc('ended')
         return super().__getitem__(i)
     def new_empty(self): return Data(self.x[:0], tuple(o[:0] for o in self.y))
 
@@ -38,25 +38,25 @@ unseen = everywhere[:4]            # the micro-batch has not been through its ba
 late = 'before_step','after_step'  # at a boundary only
 caught = dict(CancelBatchException=everywhere[:-1], CancelBackwardException=['before_backward'], CancelStepException=['before_step'],
               CancelTrainException=everywhere, CancelEpochException=everywhere, CancelFitException=everywhere)
-failures = [OSError('truncated'), KeyboardInterrupt(), getattr(torch.cuda, 'OutOfMemoryError', RuntimeError)('out of memory')]
+failures = [OSError, KeyboardInterrupt, getattr(torch.cuda, 'OutOfMemoryError', RuntimeError)]
 
 @dataclass(eq=False)
 class Ending:
     "`exc` is raised in the micro-batch `at`: by a callback of `order` at an event, or at another place"
-    where:str; exc:BaseException=None; at:int=MID; order:float=0
+    where:str; exc:type=None; at:int=MID; order:float=0
 
     @property
-    def nm(self): return type(self.exc).__name__
+    def nm(self): return getattr(self.exc, '__name__', 'normal')
     @property
     def is_caught(self): return self.exc is None or self.where in caught.get(self.nm, [])
     @property
-    def goes_on(self): return self.is_caught and self.nm in ('NoneType','CancelBatchException','CancelBackwardException','CancelStepException')
+    def goes_on(self): return self.is_caught and self.nm in ('normal','CancelBatchException','CancelBackwardException','CancelStepException')
     def __str__(self): return self.where if self.exc is None else f'{self.nm}-{self.where}-{self.at}-{self.order}'
 
     def run(self, learn, fit):
         "Let `fit(cbs)` end this way"
         def fail(*args):
-            if learn.training and learn.epoch==0 and learn.iter==self.at: raise self.exc
+            if learn.training and learn.epoch==0 and learn.iter==self.at: raise self.exc('ended')
         cbs,(loss,forward) = [],(learn.loss_func,learn.model.forward)
         if self.where in everywhere: cbs = [Callback(**{self.where:fail})]; cbs[0].order = self.order
         if self.where=='loader':    Data.exc = self.exc
@@ -65,7 +65,7 @@ class Ending:
         if self.where=='backward':  learn._backward = lambda: (learn.loss_grad.backward(), fail())
         if self.where=='optimizer': learn._step = lambda: (fail(), learn.opt.step())
         try: fit(cbs)
-        except BaseException as e: assert e is self.exc or type(e) is type(self.exc), f'{e!r} instead of {self.exc!r}'
+        except BaseException as e: assert type(e) is self.exc, f'{e!r} instead of {self.exc}'
         else: assert self.is_caught, f'{self} did not raise'
         finally:
             Data.exc,learn.loss_func = None,loss
@@ -77,7 +77,7 @@ class Ending:
     def plain(self):
         "The ending in large batches that leaves the same weights; a window that is cut short is gone, also where plain fastai leaves its gradients"
         where = self.where if self.goes_on else 'after_batch' if self.stepped else 'before_batch'
-        return Ending(where, self.exc if self.is_caught else KeyboardInterrupt(), self.at//4, self.order) if self.exc else self
+        return Ending(where, self.exc if self.is_caught else KeyboardInterrupt, self.at//4, self.order) if self.exc else self
 
     def counts(self, n_epoch):
         "Samples drawn and samples stepped in a fit, by hand"
@@ -95,11 +95,11 @@ def make_endings():
     for nm,events in caught.items():
         for where,at,order in itertools.product(events, (MID,BOUNDARY,LAST), (-1000,1000)):
             if at==MID and (where in late or where=='after_batch' and order>0): continue   # not reached
-            yield Ending(where, globals()[nm](), at, order)
+            yield Ending(where, globals()[nm], at, order)
         for where,at in itertools.product(everywhere, (MID,BOUNDARY)):   # not caught there: a plain error
-            if where not in events and not (at==MID and where in late): yield Ending(where, globals()[nm](), at)
+            if where not in events and not (at==MID and where in late): yield Ending(where, globals()[nm], at)
     for exc in failures:
-        places = everywhere if isinstance(exc, KeyboardInterrupt) else ['before_batch','before_step','after_batch']
+        places = everywhere if exc is KeyboardInterrupt else ['before_batch','before_step','after_batch']
         for where,at in itertools.product(places + ['loader','model','loss','backward','optimizer'], (MID,BOUNDARY)):
             if not (at==MID and where in (*late,'optimizer') or at==BOUNDARY and where=='loader'): yield Ending(where, exc, at)
 
@@ -213,7 +213,7 @@ def test_gradients_that_were_none(at, wrapped, tmp_path):
     opt_func = partial(OptimWrapper, opt=torch.optim.SGD) if wrapped else SGD
     a,b = (learner(BS, tmp_path, cbs, opt_func=opt_func) for cbs in (AccumulateStep(4),None))
     def grads(l): return {None if p.grad is None else p.grad.any().item() for p in l.model.parameters()}
-    Ending('backward', KeyboardInterrupt(), at).run(a, lambda cbs: a.fit(1))
+    Ending('backward', KeyboardInterrupt, at).run(a, lambda cbs: a.fit(1))
     b.fit(1)
     assert grads(a)==({None} if at==1 else grads(b))
 
