@@ -7,11 +7,12 @@ Docs: https://fastai-accum.github.io/fastai_accum/index.html.md"""
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/index.ipynb #9ee64619
-from fastai_accum import loss,core,patch
+# %% ../nbs/index.ipynb #cae9a1f5
+from fastai_accum import loss,core,patch,clip
 from fastai_accum.loss import *
 from fastai_accum.core import *
 from fastai_accum.patch import *
+from fastai_accum.clip import *
 
 # %% ../nbs/index.ipynb #f21b2315
-__all__ = [*loss.__all__, *core.__all__, *patch.__all__]
+__all__ = [*loss.__all__, *core.__all__, *patch.__all__, *clip.__all__]
