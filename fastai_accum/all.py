@@ -8,11 +8,12 @@ Docs: https://fastai-accum.github.io/fastai_accum/index.html.md"""
 __all__ = []
 
 # %% ../nbs/index.ipynb #cae9a1f5
-from fastai_accum import loss,core,patch,clip
+from fastai_accum import loss,core,patch,clip,skip
 from fastai_accum.loss import *
 from fastai_accum.core import *
 from fastai_accum.patch import *
 from fastai_accum.clip import *
+from fastai_accum.skip import *
 
 # %% ../nbs/index.ipynb #f21b2315
-__all__ = [*loss.__all__, *core.__all__, *patch.__all__, *clip.__all__]
+__all__ = [*loss.__all__, *core.__all__, *patch.__all__, *clip.__all__, *skip.__all__]

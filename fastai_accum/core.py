@@ -29,10 +29,16 @@ class Window:
         self.boundary = self.closed = False   # the micro-batch in flight closes it; its gradients are finished
         self.skipped = self.stepped = False   # a callback skipped its step; the step was made
         self.surplus = False                  # the micro-batch in flight belongs to a tail that is dropped
+        self.dropped = False                  # the micro-batch in flight is left out
+        self.shared = self.counted = False    # its loss has become its share of the window's; its gradient is in
+        self.n_dropped = 0                    # micro-batches that were left out
         self.bs,self.last = 0,None            # samples of the micro-batch in flight; the loss of the last one
         self.own = None                       # what `learn.loss` was before it became that of the window
         self.hypers = []                      # what the optimizer was set to before it
     def reset(self): self.__init__()
+
+    @property
+    def is_empty(self): return 0<self.n_dropped==self.n_micro
 
 # %% ../nbs/core.ipynb #89d4ac26
 @dataclass
@@ -40,6 +46,7 @@ class Counts:
     "What a fit has done so far; `n_samples == n_stepped + n_thrown`, however it ends"
     n_micro:int = 0     # Micro-batches drawn
     n_samples:int = 0   # Samples in those
+    n_dropped:int = 0   # Micro-batches that were left out with `drop`
     n_steps:int = 0     # Optimizer steps
     weight:Real = 0     # Sum of the weights that reached a step
     n_stepped:int = 0   # Samples that reached a step
@@ -228,7 +235,7 @@ def before_batch(self:AccumulateStep):
     plan.is_odd,win.surplus = bs!=plan.bs,plan.is_over
     if win.surplus: raise CancelBatchException
     if plan.drop_last and not win.open: win.hypers = [dict(h) for h in self.learn.opt.hypers]
-    win.open,win.bs = True,bs
+    win.open,win.bs,win.dropped,win.shared,win.counted = True,bs,False,False,False
     win.n_micro += 1
     win.boundary = self._full(bs) or (self.learn.iter+1>=self.learn.n_iter and not plan.drop_last)
 
@@ -314,12 +321,13 @@ def before_backward(self:AccumulateStep):
     "Turn the loss into its share of the window's"
     learn,win,shape = self.learn,self.window,tuple(self.learn.loss_grad.shape)
     if not win.open: return   # added in the middle of a micro-batch
+    if win.dropped: self._leave()
     if math.prod(shape)!=1: raise ValueError(f"AccumulateStep: the loss must be one number, got shape {shape}; reduce it by a mean")
     w,loss = self._micro_weight(),learn.loss.detach()
     if self._nominal is None: self._nominal = self._expected(w)
     total,share = self._share(w, loss.to(torch.promote_types(loss.dtype, torch.float32)))
     if isinstance(share, Tensor) or share!=1: learn.loss_grad = learn.loss_grad*share
-    win.last = loss
+    win.last,win.shared = loss,True
     if learn.loss_grad.requires_grad: learn.loss_grad.register_hook(_hook(_count, win, [(w,total,win.bs)]))
 
 # %% ../nbs/core.ipynb #a1c1e7fc
@@ -327,6 +335,7 @@ def _count(win, micro, _):
     "Add `micro`, a list of one weight, loss and number of samples, to `win`; once, however often the loss is gone through"
     if not micro: return
     w,loss,bs = micro.pop()
+    win.counted = True
     win.weight,win.loss,win.n_samples = win.weight+w,win.loss+loss,win.n_samples+bs
 
 # %% ../nbs/core.ipynb #4b116d82
@@ -417,6 +426,25 @@ def after_step(self:AccumulateStep):
     win.stepped = True
     n.n_steps += 1; n.n_stepped += win.n_samples; n.n_thrown -= win.n_samples; n.weight = n.weight+win.weight
 
+# %% ../nbs/core.ipynb #be0ac58b
+@patch
+def drop(self:AccumulateStep):
+    "Leave out the micro-batch in flight; call it before its backward pass, which is then skipped"
+    win = self.window
+    if not self.learn.training or not win.open or win.surplus: raise RuntimeError("AccumulateStep: drop is for a micro-batch of training that is in flight")
+    if win.dropped: return
+    if win.counted: raise RuntimeError("AccumulateStep: drop comes too late, the backward pass of this micro-batch has begun; call it by `before_backward`")
+    win.dropped = True
+    win.n_dropped += 1; self.counts.n_dropped += 1
+    if win.shared: self._leave()
+
+# %% ../nbs/core.ipynb #c28c7020
+@patch
+def _leave(self:AccumulateStep):
+    "Cancel the micro-batch, and do not show its loss to callbacks"
+    self.learn.loss = torch.zeros_like(self.learn.loss.detach())
+    raise CancelBatchException
+
 # %% ../nbs/core.ipynb #66737c9e
 @patch
 def _borrow(self:AccumulateStep, o, **kwargs):
@@ -444,7 +472,7 @@ def after_batch(self:AccumulateStep):
         if win.surplus: self._borrow(cb, run=cb.run and _is_a(cb, 'ProgressCallback'))
         elif isinstance(cb, TrainEvalCallback): self._borrow(cb, **(dict(after_batch=self._move_on) if win.closed else dict(run=False)))
         elif isinstance(cb, Recorder) and cb.train_metrics: self._borrow(cb, after_batch=partial(self._record, cb))
-        elif not win.closed and _per_step(cb): self._borrow(cb, run=False)
+        elif _per_step(cb) and (not win.closed or win.is_empty): self._borrow(cb, run=False)
     if win.closed: self._account()
 
 # %% ../nbs/core.ipynb #3c260d34
@@ -452,11 +480,11 @@ def after_batch(self:AccumulateStep):
 def _record(self:AccumulateStep, rec):
     "What `Recorder` does in `after_batch` if it has metrics over the training set"
     learn,win = self.learn,self.window
-    loss,mets = learn.loss,[] if len(learn.yb)==0 else rec._train_mets[1:]
+    loss,mets = learn.loss,[] if len(learn.yb)==0 or win.dropped else rec._train_mets[1:]
     if win.closed: learn.loss = win.own
     for met in mets: met.accumulate(learn)
     learn.loss = loss
-    if not win.closed: return
+    if not win.closed or win.is_empty: return
     self._borrow(rec, train_metrics=False)
     type(rec).after_batch(rec)
 
