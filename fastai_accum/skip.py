@@ -15,6 +15,8 @@ from fastai.basics import *
 class SkipNonFinite(Callback):
     "Leave out micro-batches whose loss is NaN or infinite, with one warning a fit; needs an `AccumulateStep`"
     order,run_valid = -1000,False   # after `AccumulateStep`, for which a micro-batch without targets is no error though its mean is NaN
+    def __init__(self): self.warned = False
+
     def before_fit(self):
         "See that there is an `AccumulateStep`"
         self.warned = False
@@ -24,6 +26,7 @@ class SkipNonFinite(Callback):
     def before_backward(self):
         "Leave the micro-batch out if its loss is not finite"
         if self.learn.loss.isfinite().all(): return
-        if not self.warned: warnings.warn(f"SkipNonFinite: the loss of micro-batch {self.iter} of epoch {self.epoch} is {self.learn.loss.item()}; it is left out, as will be others like it")
+        if not self.warned:
+            warnings.warn(f"SkipNonFinite: micro-batch {self.iter} of epoch {self.epoch} is left out, its loss is {self.learn.loss.item()}; others of this fit without a word")
         self.warned = True
         self.accumulate_step.drop()
