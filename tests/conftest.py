@@ -1,2 +1,21 @@
-import torch
+import json,sys
+from pathlib import Path
+import pytest,torch
 torch.set_num_threads(1)   # the tensors are tiny, and threads that wait for each other make a busy machine ten times slower
+
+results = {}   # of the rows of the page "Works with", by group and name
+
+def pytest_addoption(parser): parser.addoption('--works-with', metavar='FILE', help='write what the rows of the page "Works with" measured')
+
+@pytest.fixture
+def works(request):
+    "What a test that is marked as a row reports to"
+    from matrix import Works
+    return Works(request.node.get_closest_marker('row').kwargs, results)
+
+def pytest_sessionfinish(session, exitstatus):
+    out = session.config.getoption('--works-with')
+    if not out or exitstatus: return
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent/'benchmarks'))
+    from common import machine
+    Path(out).write_text(json.dumps(dict(machine=machine(), rows=list(results.values())), indent=1)+'\n')

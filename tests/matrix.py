@@ -1,0 +1,49 @@
+"""The rows of the page "Works with". A test marked as a row measures it, and what it measured is what the page shows.
+
+    @row('Callbacks', 'GradientClip', note='sees finished gradients')
+    def test_gradient_clip(works): works(*pair(GradientClip))
+
+`make works` runs them all and writes `works_with.json`, which the page reads."""
+import pytest
+from harness import *
+
+def row(group, name, compared='everything', tol=TOL, note=''):
+    "Mark a test as evidence for a row: `compared` with the large batch up to `tol`; several tests, or cases of one, can share it"
+    return pytest.mark.row(group=group, name=name, compared=compared, tol=tol, note=note)
+
+def rows_of(module):
+    "The rows that the tests of `module` are marked with, each once"
+    marks = [m.kwargs for f in vars(module).values() for m in getattr(f, 'pytestmark', []) if m.name=='row']
+    return [m for i,m in enumerate(marks) if m not in marks[:i]]
+
+class Works:
+    "What a test has measured for its row: the largest error, or what is raised"
+    def __init__(self, row, results): self.row,self.result = row,results.setdefault((row['group'],row['name']), dict(row, error=None, raises=None))
+    def __call__(self, a, b, but=()):
+        "Compare everything that two learners have recorded"
+        assert len(b.spy.steps)>0, 'the large batch made no step, so nothing was compared'
+        self.error(*worst(a, b, but))
+    def error(self, err, where=''):
+        "Take a relative error that was measured elsewhere"
+        assert err<=self.row['tol'], f'relative error {err:.2e} at {where}, allowed {self.row["tol"]:.0e}'
+        self.result['error'] = max(err, self.result['error'] or 0)
+    def same(self, a, b, where=''):
+        "Compare two values, however nested"
+        self.error(*rel(a, b, where))
+    @contextmanager
+    def refused(self, exc, match):
+        "What a user sees where something does not work"
+        with pytest.raises(exc, match=match) as e: yield
+        self.result['raises'] = f'{e.type.__name__}: {e.value}'
+
+def once(learn): learn.fit_one_cycle(2, 0.02)
+
+def pair(cbs=None, n=76, bs=8, n_step=4, fit=once, dls=make_dls, model=None, drop_last=False, **kwargs):
+    "`fit` in micro-batches and with the large batch, on what `dls`, `model` and `cbs` make for each"
+    def train(bs, acc):
+        learn = make_learner(dls(n, bs, drop_last=drop_last), model=model and model(), cbs=acc + (L(cbs()) if cbs else []), **kwargs)
+        fit(learn)
+        return learn
+    return train(bs, [AccumulateStep(n_step)]),train(bs*n_step, [])
+
+__all__ = [o for o in globals() if not o.startswith(('_','test'))]
