@@ -7,8 +7,8 @@ Docs: https://fastai-accum.github.io/fastai_accum/core.html.md"""
 # %% auto #0
 __all__ = ['Window', 'Counts', 'Plan', 'plan_epoch', 'AccumulateStep']
 
-# %% ../nbs/core.ipynb #f2ddbdc4
-import warnings
+# %% ../nbs/core.ipynb #5f1b20f9
+import inspect,warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral,Real
@@ -35,6 +35,8 @@ class Window:
         self.bs,self.last = 0,None            # samples of the micro-batch in flight; the loss of the last one
         self.own = None                       # what `learn.loss` was before it became that of the window
         self.hypers = []                      # what the optimizer was set to before it
+        self.share = self.factor = 1          # what the gradient in flight, and in the end their sum, is multiplied by
+        self.sums = None                      # the sums of the gradients by parameter, for a callback that keeps them apart from `.grad`
     def reset(self): self.__init__()
 
     @property
@@ -159,6 +161,15 @@ def _check_cbs(self:AccumulateStep):
     if any(_is_a(o, 'GradientAccumulation') for o in self.learn.cbs):
         raise ValueError("AccumulateStep: cbs holds fastai's GradientAccumulation too; remove it with `learn.remove_cb(GradientAccumulation)`")
 
+# %% ../nbs/core.ipynb #0cff7ebd
+@patch
+def _check_opt(self:AccumulateStep):
+    opt = getattr(self.learn.opt, 'opt', None)   # PyTorch's, in an `OptimWrapper`
+    closure = opt and inspect.signature(opt.step).parameters.get('closure')
+    if closure is None or closure.default is None: return
+    raise ValueError(f"AccumulateStep: the optimizer {type(opt).__name__} asks for the loss several times a step, when the micro-batches of its window are gone; "
+                     "take one that steps on gradients, such as Adam")
+
 # %% ../nbs/core.ipynb #c558c858
 @patch
 def _warn_once(self:AccumulateStep, about, msg):
@@ -202,7 +213,7 @@ def before_fit(self:AccumulateStep):
     learn = self.learn
     self._clean_up()
     if learn.lock.locked(): return
-    self._check_cbs(); self._read_loss(); self._read_loader(learn.dls.train)
+    self._check_cbs(); self._check_opt(); self._read_loss(); self._read_loader(learn.dls.train)
     learn.cbs = L(self) + learn.cbs.filter(lambda o: o is not self)   # the first, also of those whose `order` is as low
     setattr(learn, self.name, self)
     if hasattr(learn, 'lr_finder'): learn.n_epoch = learn.lr_finder.num_it//(self.plan.n_windows or 1) + 1
@@ -325,8 +336,8 @@ def before_backward(self:AccumulateStep):
     if math.prod(shape)!=1: raise ValueError(f"AccumulateStep: the loss must be one number, got shape {shape}; reduce it by a mean")
     w,loss = self._micro_weight(),learn.loss.detach()
     if self._nominal is None: self._nominal = self._expected(w)
-    total,share = self._share(w, loss.to(torch.promote_types(loss.dtype, torch.float32)))
-    if isinstance(share, Tensor) or share!=1: learn.loss_grad = learn.loss_grad*share
+    total,win.share = self._share(w, loss.to(torch.promote_types(loss.dtype, torch.float32)))
+    if win.sums is None and (isinstance(win.share, Tensor) or win.share!=1): learn.loss_grad = learn.loss_grad*win.share
     win.last,win.shared = loss,True
     if learn.loss_grad.requires_grad: learn.loss_grad.register_hook(_hook(_count, win, [(w,total,win.bs)]))
 
@@ -364,7 +375,7 @@ def _average(self:AccumulateStep):
     W = win.weight if self.averages else 1
     if isinstance(W, Tensor): factor,loss = torch.where(W>0, self._nominal/W, 1),torch.where(W>0, win.loss/W, win.last)
     else:                     factor,loss = (self._nominal/W,win.loss/W) if W else (1,win.last)
-    if self.averages: self._scale_grads(factor)
+    if self.averages: win.factor = factor; self._scale_grads(factor)
     learn.loss = loss.to(learn.loss.dtype)
 
 # %% ../nbs/core.ipynb #f430d198
@@ -401,7 +412,7 @@ def after_cancel_batch(self:AccumulateStep):
     if not win.closed: return
     grads = [(p, p.grad.clone()) for p in self._params() if p.grad is not None]
     for p,_ in grads: p.grad.zero_()
-    self._carry = (0,0,grads) if win.stepped else (win.n_samples,win.weight,grads)
+    self._carry = (0,0,grads) if win.stepped or not grads else (win.n_samples,win.weight,grads)
 
 # %% ../nbs/core.ipynb #d3ff48ed
 @patch
