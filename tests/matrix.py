@@ -34,7 +34,7 @@ class Works:
     def refused(self, exc, match):
         "What a user sees where something does not work"
         with pytest.raises(exc, match=match) as e: yield
-        self.result['raises'] = f'{e.type.__name__}: {e.value}'
+        self.result['raises'] = f'{e.type.__name__}: {e.value}'.split('. ')[0].split('\n')[0]   # PyTorch's go on for a page
 
 def once(learn): learn.fit_one_cycle(2, 0.02)
 

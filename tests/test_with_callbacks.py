@@ -1,8 +1,170 @@
-"Every callback that fastai ships beside `AccumulateStep`"
+"Callbacks that fastai ships beside `AccumulateStep`, and our own; loggers, trackers and hooks are in `test_with_loggers`"
+from fastai.callback.channelslast import *
 from matrix import *
+from fastai_accum.clip import *
+from fastai_accum.skip import *
+
+fits = dict(fit=lambda l: l.fit(2), fit_one_cycle=lambda l: l.fit_one_cycle(2, .02), fit_flat_cos=lambda l: l.fit_flat_cos(2, .02), fit_sgdr=lambda l: l.fit_sgdr(2, 1, .02))
+@row('Training', '`fit`, `fit_one_cycle`, `fit_flat_cos`, `fit_sgdr`', note='with a kept and with a dropped tail')
+@pytest.mark.parametrize('drop_last', [False, True])
+@pytest.mark.parametrize('fit', fits)
+def test_fits(fit, drop_last, works): works(*pair(fit=fits[fit], drop_last=drop_last))
+
+@row('Training', '`lr_find`', 'curve and suggestion', note='counts steps; where the loss diverges it amplifies rounding, and the last fifth of the curve is left out')
+def test_lr_find(works, tmp_path):
+    sugg = {}
+    def find(learn): learn.path = tmp_path; sugg[learn] = learn.lr_find(num_it=50, show_plot=False)
+    a,b = pair(fit=find, n=200)
+    works.same([a.recorder.lrs,a.recorder.losses[:40],len(a.recorder.losses)], [b.recorder.lrs,b.recorder.losses[:40],len(b.recorder.losses)])
+    works.same(tuple(sugg[a]), tuple(sugg[b]))
 
 @row('Callbacks', 'GradientClip', note='each `norm_type`; clips the finished gradient of a window')
 @pytest.mark.parametrize('norm_type', [1., 2., math.inf])
-def test_gradient_clip(norm_type, works):
-    a,b = pair(partial(GradientClip, .01, norm_type))
+def test_gradient_clip(norm_type, works): works(*pair(partial(GradientClip, .01, norm_type)))
+
+@row('Callbacks', 'AdaptiveGradientClip', note='ours: clips the finished gradient of a window')
+def test_adaptive_gradient_clip(works): works(*pair(partial(AdaptiveGradientClip, .01)))
+
+@row('Callbacks', 'SkipNonFinite', 'everything, against a loader without those samples', note='ours: leaves out the micro-batch whose loss is NaN, and trains on the others of its window')
+def test_skip_non_finite(works):
+    x,bad = features(80),{8,9,30}   # in micro-batches 1 and 3
+    kept = [i for i in range(80) if i//8 not in {j//8 for j in bad}]
+    x[list(bad)] = math.nan
+    windows = [[i for i in kept if i//32==w] for w in range(3)]
+    a,b = make_learner(make_dls(80, 8, x=x, shuffle=False), cbs=[AccumulateStep(4),SkipNonFinite()]),make_learner(make_dls(80, 8))
+    b.dls = DataLoaders(DataLoader([(x[w],classes(80)[w]) for w in windows], bs=None), a.dls.valid)
+    with pytest.warns(UserWarning, match='is left out'): once(a)
+    once(b)
+    works(a, b, but=('final_record','values'))   # the three are in the validation set too
+
+class Draws:
+    "In place of a Beta distribution: the next draws of a table, the same for every run"
+    def __init__(self): self.n,self.table = 0,torch.rand(1000, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    def sample(self, shape): self.n += shape[0]; return self.table[self.n-shape[0]:self.n]
+
+class StackedCE(nn.CrossEntropyLoss): y_int = True   # as fastai's: MixUp mixes losses, not targets
+
+def injected(cls, draws):
+    cb = cls()
+    cb.distrib = draws
+    return cb
+
+@pytest.fixture
+def within_eights(monkeypatch):
+    "Permutations that stay within a micro-batch of 8, also for the large batch"
+    perm = lambda n: torch.cat([torch.arange(i, min(i+8,n)).flip(0) for i in range(0,n,8)])
+    monkeypatch.setattr(torch, 'randperm', perm)
+
+@row('Callbacks', 'MixUp', note='draws λ and partners once a micro-batch; compared with the same draws')
+@pytest.mark.parametrize('loss', [StackedCE(), StackedCE(weight=torch.tensor([1.,5.,20.]).double())], ids=['mean','weighted'])
+def test_mixup(loss, within_eights, works): works(*pair(lambda: injected(MixUp, Draws()), loss_func=loss))
+
+def conv_model(norm=nn.Identity):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3,4,3), norm(4), nn.Tanh(), nn.Conv2d(4,4,3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4,3)).double()
+
+def image_dls(n, bs, **kwargs): return make_dls(n, bs, x=features(n, 3*8*8).reshape(n,3,8,8), **kwargs)
+
+class Constant:
+    def sample(self, shape): return torch.full(shape, .4)
+
+@row('Callbacks', 'CutMix', note='draws one box and λ for each micro-batch; compared with the same draws')
+def test_cutmix(within_eights, works, monkeypatch):
+    randint = torch.randint
+    monkeypatch.setattr(torch, 'randint', lambda lo,hi,size,**kw: randint(lo, hi, size, **kw) if kw else torch.full(size, hi//2))
+    torch.set_default_dtype(torch.float64)   # of λ, which is mixed with the losses
+    try: works(*pair(lambda: injected(CutMix, Constant()), dls=image_dls, model=conv_model, loss_func=StackedCE()))
+    finally: torch.set_default_dtype(torch.float32)
+
+@row('Callbacks', 'ChannelsLast')
+def test_channels_last(works):
+    a,b = pair(ChannelsLast, dls=image_dls, model=conv_model)
+    assert a.model[0].weight.is_contiguous(memory_format=torch.channels_last)
     works(a, b)
+
+def frozen_bn():
+    model = conv_model(nn.BatchNorm2d)
+    for p in model[1].parameters(): p.requires_grad_(False)
+    model[1].running_mean.fill_(.1)
+    return model
+
+@row('Callbacks', 'BnFreeze', note='batch norm that is frozen does not see the micro-batch')
+def test_bn_freeze(works):
+    a,b = pair(BnFreeze, dls=image_dls, model=frozen_bn, splitter=trainable_params)
+    works(a, b)
+    assert (a.model[1].running_mean==.1).all() and not a.model[1].training
+
+@row('Callbacks', 'ShortEpochCallback', 'weights, and the samples that count', note='stops after a micro-batch, by `iter`; a window that it cuts short is thrown away')
+@pytest.mark.parametrize('pct,large,thrown', [(.6,.3,8), (.58,.3,0)], ids=['mid_window','boundary'])
+def test_short_epoch(pct, large, thrown, works):
+    "12 micro-batches an epoch: 0.6 stops after the ninth, 0.58 after the eighth; the large batch makes two steps of three"
+    a,b = (make_learner(make_dls(96, bs, shuffle=False), cbs=[*acc,ShortEpochCallback(p)]) for bs,acc,p in ((8,[AccumulateStep(4)],pct), (32,[],large)))
+    for l in a,b: l.fit(2)
+    works.same([p.detach() for p in a.model.parameters()], [p.detach() for p in b.model.parameters()])
+    n = a.accumulate_step.counts
+    assert (n.n_steps,n.n_stepped,n.n_thrown)==(4, 128, 2*thrown)
+
+class Rnn(nn.Module):
+    "Predictions, and the activations that `RNNRegularizer` asks for"
+    def __init__(self): super().__init__(); torch.manual_seed(0); self.body,self.head,self.n_reset = nn.RNN(6, 5, batch_first=True).double(),nn.Linear(5, 3).double(),0
+    def reset(self): self.n_reset += 1
+    def forward(self, x):
+        h = self.body(x)[0]
+        return self.head(h[:,-1]),[h],[h*.9]
+
+def sequence_dls(n, bs, **kwargs): return make_dls(n, bs, x=features(n, 6*4).reshape(n,4,6), **kwargs)
+
+@row('Callbacks', 'ModelResetter, RNNCallback', note='reset at each epoch, not at each window')
+def test_rnn_callbacks(works):
+    a,b = pair(rnn_cbs, dls=sequence_dls, model=Rnn, splitter=trainable_params)
+    works(a, b)
+    assert a.model.n_reset==b.model.n_reset==6   # before the fit, in each of four passes, and after it
+
+@row('Callbacks', 'RNNRegularizer', tol=1e-6, note="fastai computes the penalty in float32; exact where weights count samples (see the README's table for others)")
+def test_rnn_regularizer(works):
+    cbs = partial(rnn_cbs, alpha=2., beta=1.)
+    a,b = pair(cbs, dls=sequence_dls, model=Rnn, splitter=trainable_params)
+    works(a, b)
+
+@row('Models', '`channels_last` input and model')
+def test_channels_last_input(works):
+    to_cl = lambda: [ChannelsLast(), Callback(before_batch=lambda cb: setattr(cb.learn, 'xb', tuple(o.to(memory_format=torch.channels_last) for o in cb.xb)))]
+    works(*pair(to_cl, dls=image_dls, model=conv_model))
+
+compiler = pytest.mark.skipif(not shutil.which('g++'), reason='needs a C++ compiler, for the code that inductor writes')
+@row('Models', '`torch.compile`', note='another shape, that of a smaller last micro-batch, compiles anew')
+@pytest.mark.parametrize('backend', ['aot_eager', pytest.param('inductor', marks=[pytest.mark.slow,compiler])])
+@pytest.mark.filterwarnings('ignore')
+def test_compile(backend, works):
+    if not hasattr(torch, 'compile'): pytest.skip('needs PyTorch 2')
+    works(*pair(model=lambda: torch.compile(small_model(), backend=backend), splitter=trainable_params))
+    torch._dynamo.reset()
+
+def drawn(cls, **kw):
+    "Loaders that draw with replacement or in part: the same draws for each run"
+    def make(n, bs, drop_last):
+        np.random.seed(0)
+        items = list(zip(features(n), classes(n)))
+        return DataLoaders(cls(dataset=items, bs=bs, drop_last=drop_last, **kw), DataLoader(items[:24], bs=16))
+    return make
+
+@row('Loaders', 'WeightedDL')
+@pytest.mark.parametrize('drop_last', [False, True])
+def test_weighted_dl(drop_last, works): works(*pair(dls=drawn(WeightedDL, wgts=range(1,77), shuffle=True), drop_last=drop_last))
+
+@row('Loaders', 'PartialDL')
+@pytest.mark.parametrize('acc', [dict(n_step=4), dict(n_samples=32)], ids=str)
+def test_partial_dl(acc, works):
+    def train(bs, cbs):
+        learn = make_learner(drawn(PartialDL, partial_n=50)(76, bs, False), cbs=cbs)
+        once(learn)
+        return learn
+    works(train(8, AccumulateStep(**acc)), train(32, []))
+
+@row('Loaders', "PyTorch's DataLoader")
+@pytest.mark.parametrize('drop_last', [False, True])
+def test_pytorch_loader(drop_last, works):
+    def make(n, bs, drop_last):
+        data = torch.utils.data.TensorDataset(features(n), classes(n))
+        return DataLoaders(torch.utils.data.DataLoader(data, bs, drop_last=drop_last), torch.utils.data.DataLoader(data, 16))
+    works(*pair(dls=make, drop_last=drop_last))
