@@ -484,6 +484,7 @@ def after_batch(self:AccumulateStep):
         elif isinstance(cb, TrainEvalCallback): self._borrow(cb, **(dict(after_batch=self._move_on) if win.closed else dict(run=False)))
         elif isinstance(cb, Recorder) and cb.train_metrics: self._borrow(cb, after_batch=partial(self._record, cb))
         elif _per_step(cb) and (not win.closed or win.is_empty): self._borrow(cb, run=False)
+        elif _is_a(cb, 'WandbCallback'): self._borrow(cb, n_iter=self.plan.n_windows or self.learn.n_iter)   # what its axis counts
     if win.closed: self._account()
 
 # %% ../nbs/core.ipynb #3c260d34
@@ -549,6 +550,7 @@ def _log_step(self:AccumulateStep):
     for cb in self.learn.cbs:
         if isinstance(cb, TrainEvalCallback): self._borrow(cb, after_batch=self._move_on)
         elif isinstance(cb, Recorder): self._borrow(cb, train_metrics=False)
+        elif _is_a(cb, 'WandbCallback'): self._borrow(cb, n_iter=self.plan.n_windows or self.learn.n_iter)
     self._account()
     for cb in self.learn.cbs.sorted('order'):
         if isinstance(cb, TrainEvalCallback) or _per_step(cb): cb('after_batch')
