@@ -6,6 +6,11 @@ from fastai_accum.precision import *
 from fastai_accum.skip import *
 from fastai_accum.patch import *
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent/'benchmarks'))
+from common import peak_bytes
+
+if not hasattr(Tensor, 'register_post_accumulate_grad_hook'): pytest.skip('needs PyTorch 2.1, as the callback says', allow_module_level=True)
+
 class Low(Callback):
     "Inputs in the dtype of the model, and predictions in float64, so that the loss is exact"
     def before_batch(self): self.learn.xb = tuple(o.to(next(self.model.parameters()).dtype) for o in self.xb)
@@ -129,5 +134,23 @@ def test_deepcopy_inside(tmp_path):
 def test_bad_dtype(v):
     with pytest.raises(ValueError, match='GradAccumDtype: dtype must be a floating dtype such as torch.float32, got'): GradAccumDtype(v)
 
+def test_old_pytorch(monkeypatch):
+    monkeypatch.delattr(Tensor, 'register_post_accumulate_grad_hook')
+    with pytest.raises(RuntimeError, match='GradAccumDtype: PyTorch 2.1 or later is needed'): GradAccumDtype()
+
 def test_needs_accumulate_step():
     with pytest.raises(ValueError, match='GradAccumDtype: the learner has no AccumulateStep'): make_learner(make_dls(60, 8), cbs=GradAccumDtype()).fit(1)
+
+def test_peak_memory():
+    "The sums in float32 come on top of a plain run's gradients, minus those: 4 bytes a parameter for 2. If both were kept it would be 6"
+    n,d = 8,256
+    def train(cbs):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(d, d, bias=False) for _ in range(n)]).to(torch.bfloat16)
+        batches = [(torch.randn(2,d).bfloat16(), torch.randn(2,d).bfloat16()) for _ in range(8)]
+        learn = Learner(DataLoaders(DataLoader(batches, bs=None), DataLoader(batches[:1], bs=None)), model, loss_func=nn.MSELoss(), opt_func=SGD,
+                        default_cbs=False, cbs=[TrainEvalCallback(), AccumulateStep(4), *cbs])
+        return peak_bytes(lambda: learn.fit(1))/(n*d*d)
+    plain,summed = train([]),train([GradAccumDtype()])
+    assert plain==pytest.approx(2, rel=.3)
+    assert 3.5 < summed-plain+2 < 4.5, (plain, summed)
