@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/.installed
 
-.PHONY: help demo test test-all docs readme bench clean
+.PHONY: help demo test test-all works docs readme bench clean
 
 help: ## One line for each command
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -22,6 +22,12 @@ test: $(READY) ## Every notebook and every test, a few minutes
 test-all: $(READY) ## The same, with the slow sweeps
 	OMP_NUM_THREADS=1 $(BIN)/nbdev-test --n-workers 2
 	$(BIN)/python -m pytest -m 'slow or not slow'
+
+works: $(READY) ## Measure what the page "Works with" shows, with TensorBoard, W&B, transformers and timm
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m row --works-with tests/works_with.json
+	$(BIN)/nbdev-test --save nbs/works_with.ipynb
+	$(BIN)/nbdev-clean
 
 docs: $(READY) ## The site, in _docs (Quarto if it is installed, otherwise smalldocs)
 	$(BIN)/python .ci/docs.py site

@@ -1,6 +1,6 @@
 "Callbacks that fastai ships beside `AccumulateStep`, and our own; loggers, trackers and hooks are in `test_with_loggers`"
-from fastai.callback.channelslast import *
 from matrix import *
+from fastai.callback.channelslast import *
 from fastai_accum.clip import *
 from fastai_accum.skip import *
 

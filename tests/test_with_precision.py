@@ -3,8 +3,8 @@
 fastai's `MixedPrecision` names the 'cuda' device and switches itself off without one; `OnCpu` is the same callback with the CPU's autocast and scaler.
 Half precision rounds each product inside a batch, so a large batch and four micro-batches differ by that rounding: `HALF` allows one of the dtype, for
 weights after 9 steps of SGD; four where the weights are rounded at each step too. What the scaler decides is compared exactly, without autocast in float64."""
-from torch.amp import GradScaler,autocast
 from matrix import *
+from torch.amp import GradScaler,autocast
 from fastai_accum.precision import *
 
 HALF = {torch.float16:2**-11, torch.bfloat16:2**-8}
