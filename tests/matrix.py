@@ -14,9 +14,11 @@ def row(group, name, compared='everything', tol=TOL, note=''):
     return pytest.mark.row(group=group, name=name, compared=compared, tol=tol, note=note)
 
 def rows_of(module):
-    "The rows that the tests of `module` are marked with, each once"
-    marks = [m.kwargs for k,f in vars(module).items() if k.startswith('test') for m in getattr(f, 'pytestmark', []) if m.name=='row']
-    return [m for i,m in enumerate(marks) if m not in marks[:i]]
+    "The rows that the tests of `module`, or single cases of them, are marked with, each once"
+    marks = [m for k,f in vars(module).items() if k.startswith('test') for m in getattr(f, 'pytestmark', [])]
+    marks += [m for o in marks if o.name=='parametrize' for case in o.args[1] for m in getattr(case, 'marks', ())]
+    rows = [m.kwargs for m in marks if m.name=='row']
+    return [r for i,r in enumerate(rows) if r not in rows[:i]]
 
 class Works:
     "What a test has measured for its row: the largest error, or what is raised"
@@ -32,6 +34,11 @@ class Works:
     def same(self, a, b, where=''):
         "Compare two values, however nested"
         self.error(*rel(a, b, where))
+    def differs(self, a, b, least):
+        "Take how much two things differ that are not promised to be the same, at least by `least`: or the row has to go"
+        err = rel(a, b)[0]
+        assert least<=err<math.inf, f'relative error {err:.2e}, expected {least:.0e} or more'
+        self.error(err)
     @contextmanager
     def refused(self, exc, match):
         "What a user sees where something does not work"

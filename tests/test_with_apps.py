@@ -351,7 +351,7 @@ def test_gan(windowed, plain, works):
     assert {True,False}=={o[0] for o in b.modes.windows if o}, f'one of the networks was never trained: {b.modes.windows}'
     works(a, b)
 
-@row('Callbacks', 'GANDiscriminativeLR', note="with a switcher that switches at a boundary, and a constant rate: fastai's one cycle breaks it")
+@app('GANDiscriminativeLR', note="with a switcher that switches at a boundary, and a constant rate: fastai's one cycle breaks it")
 def test_gan_discriminative_lr(works):
     works(*both(lambda bs: gan(FixedWindowSwitcher() if bs==8 else FixedGANSwitcher(), bs, GANDiscriminativeLR(4.)), lambda l: l.fit(2, .01)))
 
