@@ -116,7 +116,7 @@ def _check_flag(name, v):
 # %% ../nbs/core.ipynb #10a8927d
 class AccumulateStep(Callback):
     "Step the optimizer once a window, with the gradient of all its samples, and keep the books as if the window were one batch"
-    order,run_valid = -math.inf,False
+    order,run_valid,name = -math.inf,False,'accumulate_step'   # the name also of a subclass
     def __init__(self,
         n_step:int=1, # Micro-batches in a window; 1 is plain training
         n_samples:int|None=None, # Step as soon as that many samples are in, instead of counting micro-batches
@@ -167,8 +167,8 @@ def _check_opt(self:AccumulateStep):
     opt = getattr(self.learn.opt, 'opt', None)   # PyTorch's, in an `OptimWrapper`
     closure = opt and inspect.signature(opt.step).parameters.get('closure')
     if closure is None or closure.default is None: return
-    raise ValueError(f"AccumulateStep: the optimizer {type(opt).__name__} asks for the loss several times a step, when the micro-batches of its window are gone; "
-                     "take one that steps on gradients, such as Adam")
+    raise ValueError(f"AccumulateStep: the optimizer {type(opt).__name__} asks for the loss several times a step, when the micro-batches of its window are "
+                     "gone; take one that steps on gradients, such as Adam")
 
 # %% ../nbs/core.ipynb #c558c858
 @patch
@@ -475,6 +475,11 @@ def _give_back(self:AccumulateStep):
 def _per_step(cb): return cb.order>=Recorder.order and not _is_a(cb, 'ProgressCallback')
 
 @patch
+def _count_steps(self:AccumulateStep, cb):
+    "Let `n_iter` count windows for W&B, whose axis moves by one in `n_iter`"
+    if self.plan.n_windows: self._borrow(cb, n_iter=self.plan.n_windows)
+
+@patch
 def after_batch(self:AccumulateStep):
     "Keep the books: once a window for what records steps, at each micro-batch for the rest"
     win = self.window
@@ -484,7 +489,7 @@ def after_batch(self:AccumulateStep):
         elif isinstance(cb, TrainEvalCallback): self._borrow(cb, **(dict(after_batch=self._move_on) if win.closed else dict(run=False)))
         elif isinstance(cb, Recorder) and cb.train_metrics: self._borrow(cb, after_batch=partial(self._record, cb))
         elif _per_step(cb) and (not win.closed or win.is_empty): self._borrow(cb, run=False)
-        elif _is_a(cb, 'WandbCallback'): self._borrow(cb, n_iter=self.plan.n_windows or self.learn.n_iter)   # what its axis counts
+        elif _is_a(cb, 'WandbCallback'): self._count_steps(cb)
     if win.closed: self._account()
 
 # %% ../nbs/core.ipynb #3c260d34
@@ -550,7 +555,7 @@ def _log_step(self:AccumulateStep):
     for cb in self.learn.cbs:
         if isinstance(cb, TrainEvalCallback): self._borrow(cb, after_batch=self._move_on)
         elif isinstance(cb, Recorder): self._borrow(cb, train_metrics=False)
-        elif _is_a(cb, 'WandbCallback'): self._borrow(cb, n_iter=self.plan.n_windows or self.learn.n_iter)
+        elif _is_a(cb, 'WandbCallback'): self._count_steps(cb)
     self._account()
     for cb in self.learn.cbs.sorted('order'):
         if isinstance(cb, TrainEvalCallback) or _per_step(cb): cb('after_batch')

@@ -7,66 +7,92 @@ Docs: https://fastai-accum.github.io/fastai_accum/precision.html.md"""
 # %% auto #0
 __all__ = ['GradAccumDtype']
 
-# %% ../nbs/precision.ipynb #11a5d67b
+# %% ../nbs/precision.ipynb #aee3e873
 from fastai.basics import *
+from .core import _is_a
 
 # %% ../nbs/precision.ipynb #a826efc7
 class GradAccumDtype(Callback):
-    "Sum the gradients of a window in `dtype`, and cast their mean to the dtype of the parameter at the boundary; needs an `AccumulateStep`"
+    "Sum the gradients of a window in `dtype`, and cast their mean to the dtype of the parameter at the boundary"
     order,run_valid = -math.inf,False   # finished gradients for all who come after `AccumulateStep`
     def __init__(self,
-        dtype:torch.dtype=torch.float32 # Floating dtype of the sums; a parameter of a higher one keeps its own
+        dtype:torch.dtype=torch.float32 # Floating dtype of the sums, of 16 bits or more; a parameter of a higher one keeps its own
     ):
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or torch.finfo(dtype).bits<16:
             raise ValueError(f"GradAccumDtype: dtype must be a floating dtype such as torch.float32, got {dtype!r}")
-        if not hasattr(Tensor, 'register_post_accumulate_grad_hook'): raise RuntimeError("GradAccumDtype: PyTorch 2.1 or later is needed to take gradients as they come")
-        self.dtype,self.hooked = dtype,{}
+        if not hasattr(Tensor, 'register_post_accumulate_grad_hook'):
+            raise RuntimeError("GradAccumDtype: PyTorch 2.1 or later is needed to take gradients as they come")
+        self.dtype = dtype
 
-    def before_fit(self):
-        "See that there is an `AccumulateStep`"
-        if self.learn.lock.locked() or hasattr(self.learn, 'accumulate_step'): return
+    @property
+    def learn(self): return self.__dict__.get('_learn')
+    @learn.setter
+    def learn(self, v):
+        if v is None and self.learn is not None: self._put_back()
+        self.__dict__['_learn'] = v
+
+# %% ../nbs/precision.ipynb #6a951add
+@patch
+def before_fit(self:GradAccumDtype):
+    "See that there are windows to sum over"
+    learn = self.learn
+    if learn.lock.locked(): return
+    if learn.cbs.map(_is_a, name='GradAccumDtype').count(True)>1: raise ValueError("GradAccumDtype: cbs holds more than one of them, keep one")
+    if not hasattr(learn, 'accumulate_step'):
         raise ValueError("GradAccumDtype: the learner has no AccumulateStep whose windows could be summed; add one, for example AccumulateStep(n_step=4)")
 
-# %% ../nbs/precision.ipynb #6e47b6b7
+# %% ../nbs/precision.ipynb #a5bd0350
 @patch
-def _take(self:GradAccumDtype, p):
-    "Move the gradient of `p` to the sums"
-    win = self.accumulate_step.window
-    if win.sums is None or p.grad is None: return
-    g = p.grad.to(torch.promote_types(p.dtype, self.dtype)).mul_(win.share)
-    win.sums[p] = win.sums[p].add_(g) if p in win.sums else g
+def before_train(self:GradAccumDtype):
+    "Refuse a model whose gradients are reduced over processes during the backward pass"
+    if isinstance(self.learn.model, nn.parallel.DistributedDataParallel):
+        raise ValueError("GradAccumDtype: the model is a DistributedDataParallel, which reduces gradients where this callback takes them; remove it")
+
+# %% ../nbs/precision.ipynb #7088127e
+@patch
+def _add(self:GradAccumDtype, p, share=1):
+    "Move the gradient of `p`, multiplied by `share`, to the sums"
+    sums = self.learn.accumulate_step.window.sums
+    g,s = p.grad.to(torch.promote_types(p.dtype, self.dtype)).mul_(share),sums.get(p)
     p.grad = None
+    sums[p] = g if s is None else g.add_(s) if s.is_sparse else s.add_(g)
 
-# %% ../nbs/precision.ipynb #6eaead0b
+# %% ../nbs/precision.ipynb #29eb2ff5
 @patch
-def before_batch(self:GradAccumDtype):
-    "Give the window its sums, and each trainable parameter its hook"
-    win = self.accumulate_step.window
-    if win.sums is None: win.sums = {}
-    for p in self.learn.model.parameters():
-        if p.requires_grad and p not in self.hooked: self.hooked[p] = p.register_post_accumulate_grad_hook(self._take)
+def _summed(self:GradAccumDtype, f):
+    "The backward pass `f`, with a hook on each parameter"
+    acc,hooks = self.learn.accumulate_step,[]
+    ps = [p for p in acc._params() if p.requires_grad]
+    for p in ps:
+        if p.grad is not None: self._add(p)
+    try:
+        for p in ps: hooks.append(p.register_post_accumulate_grad_hook(partial(self._add, share=acc.window.share)))
+        f()
+    finally:
+        for h in hooks: h.remove()
 
-# %% ../nbs/precision.ipynb #20a503dd
+# %% ../nbs/precision.ipynb #23febe69
+@patch
+def after_loss(self:GradAccumDtype):
+    "Give the window its sums, and borrow the backward pass"
+    acc = getattr(self.learn, 'accumulate_step', None)
+    if acc is None or not self.learn.training or not acc.window.open: return
+    if acc.window.sums is None: acc.window.sums = {}
+    acc._borrow(self.learn, _backward=partial(self._summed, self.learn._backward))
+
+# %% ../nbs/precision.ipynb #dfae2a96
+@patch
+def _put_back(self:GradAccumDtype, factor=1):
+    "Add the sums, multiplied by `factor`, to the gradients"
+    win = getattr(getattr(self.learn, 'accumulate_step', None), 'window', None)
+    while win and win.sums:
+        p,g = win.sums.popitem()
+        if g.is_sparse: g = g.coalesce()   # before it is rounded
+        g = g.mul_(factor)
+        p.grad = (g if p.grad is None else g.add_(p.grad)).to(p.dtype)
+    if win: win.sums = None
+
 @patch
 def before_step(self:GradAccumDtype):
-    "At the boundary, cast the mean over the window to the dtype of its parameter"
-    win = self.accumulate_step.window
-    while win.sums:
-        p,g = win.sums.popitem()
-        g = g.mul_(win.factor)
-        p.grad = (g if p.grad is None else g.add_(p.grad)).to(p.dtype)
-
-# %% ../nbs/precision.ipynb #a13f52b4
-@patch
-def _unhook(self:GradAccumDtype):
-    while self.hooked: self.hooked.popitem()[1].remove()
-
-@patch
-def _with_hooks(self:GradAccumDtype, f):
-    try: f()
-    finally: self._unhook()
-
-@patch
-def before_epoch(self:GradAccumDtype):
-    "Take the hooks off after the loop over the batches"
-    self.accumulate_step._borrow(self.learn, all_batches=partial(self._with_hooks, self.learn.all_batches))
+    "Cast the mean over the window to the dtype of each parameter"
+    self._put_back(self.learn.accumulate_step.window.factor)
