@@ -49,6 +49,11 @@ class AdaptiveGradientClip(Callback):
             if not isinstance(m, nn.Module): raise ValueError(f"AdaptiveGradientClip: exclude must hold modules of the model, got {m!r}")
         store_attr()
 
+    def before_fit(self):
+        "See that what is excluded is there"
+        for m in L(self.exclude):
+            if not any(o is m for o in self.model.modules()): raise ValueError(f"AdaptiveGradientClip: exclude holds a module that the model does not, {m!r}")
+
     def before_step(self):
         "Clip the gradients of the model"
         left_out = {id(p) for m in (_head(self.model) if self.exclude is None else L(self.exclude)) for p in m.parameters()}

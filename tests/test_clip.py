@@ -77,6 +77,11 @@ def test_accumulated(opt):
     for l in (a,b): l.fit_one_cycle(2)
     assert_same(a, b)
 
-@pytest.mark.parametrize('kw', [dict(clip_factor=0), dict(clip_factor=True), dict(clip_factor='1'), dict(eps=-1), dict(eps=math.nan), dict(exclude='head')], ids=str)
+bad = [dict(clip_factor=0), dict(clip_factor=True), dict(clip_factor='1'), dict(eps=-1), dict(eps=math.nan), dict(exclude='head')]
+@pytest.mark.parametrize('kw', bad, ids=str)
 def test_bad_arguments(kw):
     with pytest.raises(ValueError, match=f'AdaptiveGradientClip: {list(kw)[0]} must'): AdaptiveGradientClip(**kw)
+
+def test_exclude_of_another_model():
+    learn = make_learner(make_dls(64, 8), cbs=AdaptiveGradientClip(exclude=nn.Linear(3,3)))
+    with pytest.raises(ValueError, match='AdaptiveGradientClip: exclude holds a module that the model does not'): learn.fit(1)
