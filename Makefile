@@ -23,7 +23,7 @@ test-all: $(READY) ## The same, with the slow sweeps
 	OMP_NUM_THREADS=1 $(BIN)/nbdev-test --n-workers 2
 	$(BIN)/python -m pytest -m 'slow or not slow'
 
-works: $(READY) ## Measure what the page "Works with" shows, with TensorBoard, W&B, transformers and timm
+works: $(READY) ## Measure what the page "Works with" shows, with the optional packages
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m row --works-with tests/works_with.json
 	$(BIN)/nbdev-test --save nbs/works_with.ipynb

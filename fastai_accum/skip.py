@@ -27,6 +27,7 @@ class SkipNonFinite(Callback):
         "Leave the micro-batch out if its loss is not finite"
         if self.learn.loss.isfinite().all(): return
         if not self.warned:
-            warnings.warn(f"SkipNonFinite: micro-batch {self.iter} of epoch {self.epoch} is left out, its loss is {self.learn.loss.item()}; others of this fit without a word")
+            warnings.warn(f"SkipNonFinite: micro-batch {self.iter} of epoch {self.epoch} is left out, its loss is {self.learn.loss.item()}; "
+                          "others of this fit without a word")
         self.warned = True
         self.accumulate_step.drop()

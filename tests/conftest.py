@@ -11,11 +11,16 @@ def pytest_addoption(parser): parser.addoption('--works-with', metavar='FILE', h
 def works(request):
     "What a test that is marked as a row reports to"
     from matrix import Works
-    return Works(request.node.get_closest_marker('row').kwargs, results)
+    return Works(request.node.get_closest_marker('row').kwargs, results, bool(request.config.getoption('--works-with')))
 
 def pytest_sessionfinish(session, exitstatus):
     out = session.config.getoption('--works-with')
     if not out or exitstatus: return
+    from matrix import all_rows,key
+    missing = {key(r) for r in all_rows()}-set(results)
+    if missing:
+        session.exitstatus = 1
+        return print(f'\n{out} is not written, since these rows were not measured (skipped, not selected, or in another process): {sorted(missing)}')
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent/'benchmarks'))
     from common import machine
     Path(out).write_text(json.dumps(dict(machine=machine(), rows=list(results.values())), indent=1)+'\n')

@@ -4,14 +4,22 @@
     def test_gradient_clip(works): works(*pair(GradientClip))
 
 `make works` runs them all and writes `works_with.json`, which the page reads."""
-import fastai,pytest
+import fastai,importlib,json,pytest
 from harness import *
 
-if tuple(map(int, fastai.__version__.split('.')[:2])) < (2,8): pytest.skip(f'the page is about fastai 2.8, and this is {fastai.__version__}', allow_module_level=True)
+if tuple(map(int, fastai.__version__.split('.')[:2])) < (2,8):
+    pytest.skip(f'the page is about fastai 2.8, and this is {fastai.__version__}', allow_module_level=True)
 
 def row(group, name, compared='everything', tol=TOL, note=''):
     "Mark a test as evidence for a row: `compared` with the large batch up to `tol`; several tests, or cases of one, can share it"
     return pytest.mark.row(group=group, name=name, compared=compared, tol=tol, note=note)
+
+def figure(err): return 'none' if err==0 else f'{err:.0e}' if err<.01 else f'{err:.2g}'   # as the page prints it
+def key(row): return row['group'],row['name']
+def committed():
+    "The rows that the page shows"
+    p = Path(__file__).parent/'works_with.json'
+    return {key(r):r for r in json.loads(p.read_text())['rows']} if p.exists() else {}
 
 def rows_of(module):
     "The rows that the tests of `module`, or single cases of them, are marked with, each once"
@@ -20,9 +28,15 @@ def rows_of(module):
     rows = [m.kwargs for m in marks if m.name=='row']
     return [r for i,r in enumerate(rows) if r not in rows[:i]]
 
+def all_rows():
+    "The rows of all tests, each once"
+    modules = [importlib.import_module(p.stem) for p in sorted(Path(__file__).parent.glob('test_with_*.py'))]
+    return [r for m in modules for r in rows_of(m)]
+
 class Works:
     "What a test has measured for its row: the largest error, or what is raised"
-    def __init__(self, row, results): self.row,self.result = row,results.setdefault((row['group'],row['name']), dict(row, error=None, raises=None))
+    def __init__(self, row, results, writing): store_attr()
+    def _result(self): return self.results.setdefault(key(self.row), dict(self.row, error=None, raises=None))
     def __call__(self, a, b, but=()):
         "Compare everything that two learners have recorded"
         assert len(b.spy.steps)>0, 'the large batch made no step, so nothing was compared'
@@ -30,7 +44,8 @@ class Works:
     def error(self, err, where=''):
         "Take a relative error that was measured elsewhere"
         assert err<=self.row['tol'], f'relative error {err:.2e} at {where}, allowed {self.row["tol"]:.0e}'
-        self.result['error'] = max(err, self.result['error'] or 0)
+        res = self._result()
+        res['error'] = max(err, res['error'] or 0)
     def same(self, a, b, where=''):
         "Compare two values, however nested"
         self.error(*rel(a, b, where))
@@ -43,16 +58,23 @@ class Works:
     def refused(self, exc, match):
         "What a user sees where something does not work"
         with pytest.raises(exc, match=match) as e: yield
-        self.result['raises'] = ' '.join(f'{e.type.__name__}: {e.value}'.split('. ')[0].split())   # one sentence: PyTorch goes on for a page
+        text = ' '.join(f'{e.type.__name__}: {e.value}'.split('. ')[0].split())   # one sentence: PyTorch goes on for a page
+        self._result()['raises'] = text
+        page = committed().get(key(self.row))
+        if page and 'AccumulateStep:' in text and not self.writing: assert text==page['raises'], 'the page shows another error: run `make works`'
 
 def once(learn): learn.fit_one_cycle(2, 0.02)
 
-def pair(cbs=None, n=76, bs=8, n_step=4, fit=once, dls=make_dls, model=None, drop_last=False, **kwargs):
-    "`fit` in micro-batches and with the large batch, on what `dls`, `model` and `cbs` make for each"
+def pair(cbs=None, n=76, bs=8, n_step=4, fit=once, dls=make_dls, model=None, drop_last=False, matters=False, **kwargs):
+    "`fit` in micro-batches and with the large batch, on what `dls`, `model` and `cbs` make for each; `matters`: without `cbs` it has to be another training"
     def train(bs, acc):
         learn = make_learner(dls(n, bs, drop_last=drop_last), model=model and model(), cbs=acc + (L(cbs()) if cbs else []), **kwargs)
         fit(learn)
         return learn
-    return train(bs, [AccumulateStep(n_step)]),train(bs*n_step, [])
+    a,b = train(bs, [AccumulateStep(n_step)]),train(bs*n_step, [])
+    if matters:
+        cbs = None
+        assert worst(train(bs*n_step, []), b)[0]>1e-6, 'the callback changes nothing, so any comparison would do'
+    return a,b
 
 __all__ = [o for o in globals() if not o.startswith(('_','test'))]

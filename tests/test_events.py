@@ -120,6 +120,29 @@ def test_step_loggers_run_once_a_window():
     make_learner(make_dls(76, 8), cbs=[cb, AccumulateStep(4)]).fit(1)
     assert len(cb.seen)==10
 
+class WandbCallback(Callback):
+    "What fastai's does to its axis"
+    order = Recorder.order+1
+    def before_fit(self): self.axis = [0]
+    def after_batch(self):
+        if self.training: self.axis.append(self.axis[-1]+1/self.n_iter)
+
+@pytest.mark.parametrize('kw', [dict(), dict(skip=range(60,76))], ids=['boundary','after_train'])
+def test_axis_of_wandb(kw):
+    "An epoch is 1, also where the loader is shorter than its length and its tail is closed in `after_train`"
+    learn = make_learner(make_dls(76, 8, shuffle=False, **kw), cbs=[AccumulateStep(4), WandbCallback()])
+    learn.fit(2)
+    n = len(learn.spy.steps)
+    assert learn.wandb.axis==pytest.approx([i/3 for i in range(n+1)])
+
+def test_axis_of_wandb_varying():
+    "Where the number of windows is unknown the axis counts as it did"
+    learn = make_learner(make_dls(76, 8), cbs=[AccumulateStep(n_samples=20), WandbCallback()])
+    xs = [(features(n), classes(n)) for n in (8,3,9,12,8)]
+    learn.dls = DataLoaders(DataLoader(xs, bs=None), DataLoader(xs[:1], bs=None))
+    learn.fit(1)
+    assert learn.wandb.axis==pytest.approx([0,.2,.4])
+
 def test_sleeper_stays_asleep():
     "A callback that put itself to sleep is not woken"
     cb = Callback(); cb.order = 55; cb.seen = []

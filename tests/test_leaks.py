@@ -1,8 +1,8 @@
 """Nothing leaks: a table of endings × what comes next.
 
-A fit of three windows an epoch (4, 4 and 2 micro-batches) is ended in one of many ways. What comes next is done with that learner, and with a plain one restored
-to the point where the first was left, at the batch size that the first one now stands for. Both have to give the same. `make test` takes each ending with the
-followers that matter most, and each follower with the endings that differ most; `make test-all` the whole table."""
+A fit of three windows an epoch (4, 4 and 2 micro-batches) is ended in one of many ways. What comes next is done with that learner, and with a plain one
+restored to the point where the first was left, at the batch size that the first one now stands for. Both have to give the same. `make test` takes each ending
+with the followers that matter most, and each follower with the endings that differ most; `make test-all` the whole table."""
 import pickle,pytest
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -228,7 +228,8 @@ def test_partials():
     def mine(pred, targ, reduction='mean'): return getattr(F.l1_loss(pred, targ, reduction='none'), reduction)()
     def total(pred, targ, reduction='sum'): return mine(pred, targ, reduction)
     for f,red,nature in (mine,'mean',False), (partial(mine, reduction='sum'),'sum',False), (total,'sum',True), \
-                        (partial(total, reduction='mean'),'mean',False), (partial(nn.MSELoss(), reduction='none'),'none',False), (partial(F.mse_loss, reduction='sum'),'sum',False), (F.kl_div,'mean',False):
+                        (partial(total, reduction='mean'),'mean',False), \
+                        (partial(nn.MSELoss(), reduction='none'),'none',False), (partial(F.mse_loss, reduction='sum'),'sum',False), (F.kl_div,'mean',False):
         assert (loss_reduction(f),sums_by_nature(f))==(red,nature), f
 
 def test_extend():

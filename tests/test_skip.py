@@ -60,7 +60,8 @@ def test_counting_samples():
 
 def test_train_metrics():
     "Metrics over the training set do not count it"
-    a,b = make_learner(make_dls(N, BS, shuffle=False), cbs=[AccumulateStep(4), dropper({2,3,9}, 'after_loss')], metrics=accuracy),large({2,3,9}, metrics=accuracy)
+    cbs = [AccumulateStep(4), dropper({2,3,9}, 'after_loss')]
+    a,b = make_learner(make_dls(N, BS, shuffle=False), cbs=cbs, metrics=accuracy),large({2,3,9}, metrics=accuracy)
     for l in (a,b): l.recorder.train_metrics = True; l.fit(1)
     assert_same(a, b, but=('values','final_record'))
     assert rel(a.recorder.values, b.recorder.values)[0]<1e-6   # fastai's accuracy is a float32 mean

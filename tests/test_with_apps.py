@@ -116,7 +116,7 @@ def swap_bn(m):
         else: swap_bn(o)
     return m
 
-@app('segmentation', note='`DynamicUnet`, its batch norm replaced by group norm; void pixels by `ignore_index`')
+@app('segmentation', note='`DynamicUnet` on two convolutions, its batch norm replaced by group norm; void pixels by `ignore_index`')
 def test_segmentation(works):
     def make(bs):
         dls = loaders(bs, (ImageBlock(PILImageBW), MaskBlock(['paper','ink'])), [grey, void_mask])
@@ -149,8 +149,8 @@ def frozen_then_all(learn):
     learn.unfreeze()
     learn.fit_one_cycle(1, slice(1e-5, 1e-3))
 
-@app('vision, transfer learning', note='`vision_learner` with a head of no batch norm, frozen with `train_bn=False` and `BnFreeze`, then unfrozen with `slice` '
-     'rates and its batch norm kept in `eval` by a callback of three lines')
+@app('vision, transfer learning', note='`vision_learner`, not pretrained, with a head of no batch norm, frozen with `train_bn=False` and `BnFreeze`, '
+     'then unfrozen with `slice` rates and its batch norm kept in `eval` by a callback of three lines')
 def test_transfer(works):
     def make(bs):
         dls = loaders(bs, (ImageBlock, CategoryBlock), [colour, get_digit], item_tfms=Resize(16))

@@ -205,7 +205,8 @@ def test_wandb(faw, works):
     with works.refused(TypeError, match='vars'): pair(lambda: faw.WandbCallback(log_preds=False))
     with pytest.raises(TypeError, match='vars'): make_learner(make_dls(76, 32), cbs=faw.WandbCallback(log_preds=False)).fit(1)
 
-@row('Loggers', 'WandbCallback, mended', 'everything, and what is logged at each step, but for `train_samples_per_sec`', note='an entry a window; the axis `epoch` counts windows')
+@row('Loggers', 'WandbCallback, mended', 'everything, and what is logged at each step, but for `train_samples_per_sec`',
+     note='an entry a window; the axis `epoch` counts windows')
 def test_wandb_mended(faw, works, monkeypatch):
     monkeypatch.setattr(faw, 'init_args', lambda o: init_args(o) if hasattr(o, '__dict__') else {}, raising=False)   # where its error is
     def fit(learn):

@@ -4,18 +4,27 @@ from test_loss import BS,N,Pixels,W,flat,ignoring,losses,pair as loss_pair,rare
 
 FLAT = 1e-5   # fastai's wrapped losses and `DiceLoss` compute in float32, whatever they are given
 
-fastais = dict(CrossEntropyLossFlat=('ce ce_void ce_axis', 'class weights, ignored targets, `axis=1` for pixels'), BCEWithLogitsLossFlat=('bce bce_pos', 'with and without `pos_weight`'),
-               BCELossFlat=('bce_prob', ''), MSELossFlat=('mse mse_1', ''), L1LossFlat=('l1', ''), FocalLossFlat=('focal', 'with class weights'),
-               LabelSmoothingCrossEntropyFlat=('smooth', ''), DiceLoss=('dice', 'a sum over the batch, and stays one'))
+fastais = dict(   # cases of `flat`, and a note
+    CrossEntropyLossFlat           = ('ce ce_void ce_axis', 'class weights, ignored targets, `axis=1` for pixels'),
+    BCEWithLogitsLossFlat          = ('bce bce_pos', 'with and without `pos_weight`'),
+    BCELossFlat                    = ('bce_prob', ''),
+    MSELossFlat                    = ('mse mse_1', ''),
+    L1LossFlat                     = ('l1', ''),
+    FocalLossFlat                  = ('focal', 'with class weights'),
+    LabelSmoothingCrossEntropyFlat = ('smooth', ''),
+    DiceLoss                       = ('dice', 'a sum over the batch, and stays one'),
+)
 assert {k for ks,_ in fastais.values() for k in ks.split()}==set(flat), 'a loss has no row'
-marked = [pytest.param(k, marks=row('Losses', name, tol=FLAT, note='computed in float32' + ('; ' if note else '') + note)) for name,(ks,note) in fastais.items() for k in ks.split()]
+def marks(name, note): return row('Losses', name, tol=FLAT, note='; '.join(['computed in float32', *L(note or None)]))
+marked = [pytest.param(k, marks=marks(name, note)) for name,(ks,note) in fastais.items() for k in ks.split()]
 
 @pytest.mark.parametrize('name', marked)
 def test_flat(name, works):
     "In float32; momentum rather than Adam, which would divide rounding by rounding"
     loss,y,model = (*flat[name], small_model)[:3]
     def train(bs, cbs):
-        learn = make_learner(make_dls(N, bs, y=y, x=features(N).float(), shuffle=False), model().float(), loss, splitter=trainable_params, cbs=cbs, opt_func=partial(SGD, mom=.9))
+        dls = make_dls(N, bs, y=y, x=features(N).float(), shuffle=False)
+        learn = make_learner(dls, model().float(), loss, splitter=trainable_params, cbs=cbs, opt_func=partial(SGD, mom=.9))
         learn.fit_one_cycle(2)
         return learn
     works(train(BS, AccumulateStep(4)), train(4*BS, []))
@@ -66,7 +75,8 @@ def test_rmse(works):
     a,b = pair(loss_func=rmse)
     works.differs(weights(a), weights(b), 1e-3)
 
-@not_same('LabelSmoothingCrossEntropy with class weights, or ignored targets', 'gradients of the first step', note='two denominators; `nn.CrossEntropyLoss(label_smoothing=…, weight=…)` has one')
+@not_same('LabelSmoothingCrossEntropy with class weights, or ignored targets', 'gradients of the first step',
+          note='two denominators; `nn.CrossEntropyLoss(label_smoothing=…, weight=…)` has one')
 @pytest.mark.parametrize('loss,y', [(LabelSmoothingCrossEntropy(weight=W), rare()), (LabelSmoothingCrossEntropy(), ignoring(.9))], ids=['weights','ignored'])
 def test_two_denominators(loss, y, works):
     a,b = loss_pair(loss, y, fit=lambda l: l.fit(1))

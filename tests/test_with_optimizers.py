@@ -4,7 +4,10 @@ from torch.optim import LBFGS
 
 class Branches(nn.Module):
     "Two heads; a sample goes through the one that its first feature names, so a micro-batch can pass one of them by"
-    def __init__(self): super().__init__(); torch.manual_seed(0); self.body,self.heads = nn.Linear(6,5).double(),nn.ModuleList([nn.Linear(5,3).double() for _ in range(2)])
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body,self.heads = nn.Linear(6,5).double(),nn.ModuleList([nn.Linear(5,3).double() for _ in range(2)])
     def forward(self, x):
         which,h = x[:,0]>0,torch.tanh(self.body(x))
         out = h.new_zeros(len(x), 3)
@@ -40,8 +43,10 @@ def test_freeze(fit, opt, works): works(*pair(fit=fit, opt_func=opts[opt]))
 @pytest.mark.parametrize('lr', [slice(1e-4,.02), [1e-3,.02]], ids=str)
 def test_discriminative(lr, works): works(*pair(fit=lambda l: l.fit_one_cycle(3, lr)))
 
-fastais = dict(SGD=SGD, momentum=partial(SGD, mom=.9), Adam=Adam, RAdam=RAdam, QHAdam=QHAdam, Lamb=Lamb, Larc=Larc, RMSProp=partial(RMSProp, mom=.9), ranger=ranger)
-@row('Optimizers', "fastai's optimizers", note=', '.join(fastais))
+fastais = dict(SGD=SGD, momentum=partial(SGD, mom=.9), Adam=Adam, RAdam=RAdam, QHAdam=QHAdam, Lamb=Lamb, Larc=Larc, RMSProp=partial(RMSProp, mom=.9),
+               ranger=ranger, Lookahead=lambda ps,lr: Lookahead(SGD(ps, lr)), decoupled=partial(Adam, decouple_wd=False))
+@row('Optimizers', "fastai's optimizers",
+     note='SGD with and without momentum, Adam with both kinds of weight decay, RAdam, QHAdam, Lamb, Larc, RMSProp, ranger, Lookahead')
 @pytest.mark.parametrize('opt', fastais)
 def test_fastais(opt, works): works(*pair(opt_func=fastais[opt]))
 
@@ -55,7 +60,7 @@ others = [o for o in 'Adagrad Adadelta Adamax ASGD NAdam RAdam RMSprop Rprop'.sp
 @pytest.mark.parametrize('opt', others)
 def test_other_torchs(opt, works): works(*pair(fit=lambda l: l.fit(2, .01), opt_func=partial(OptimWrapper, opt=getattr(torch.optim, opt))))
 
-@row('Optimizers', 'LBFGS')
+@row('Optimizers', 'LBFGS', note='plain fastai cannot drive it either')
 def test_lbfgs(works):
     "It goes through the model several times a step, on a batch that must still be there; plain fastai cannot drive it either"
     with works.refused(ValueError, match='AccumulateStep: the optimizer LBFGS'): pair(opt_func=partial(OptimWrapper, opt=LBFGS), splitter=trainable_params)
@@ -68,7 +73,8 @@ def bag_dls(n, bs, **kwargs): return make_dls(n, bs, x=torch.randint(20, (n,3), 
 
 def dense(learn):
     "What the optimizer got and has, as dense tensors"
-    return [[g.to_dense() for g in s['grads']] for s in learn.spy.steps],[p.detach() for p in learn.model.parameters()],[float(o) for o in learn.recorder.losses]
+    grads = [[g.to_dense() for g in s['grads']] for s in learn.spy.steps]
+    return grads,[p.detach() for p in learn.model.parameters()],[float(o) for o in learn.recorder.losses]
 
 sparse = dict(SGD=partial(SGD, mom=.9), torch_SGD=partial(OptimWrapper, opt=torch.optim.SGD), torch_Adagrad=partial(OptimWrapper, opt=torch.optim.Adagrad))
 @row('Optimizers', 'sparse gradients of embeddings', 'weights, gradients, losses', note="fastai's SGD, PyTorch's SGD and Adagrad")

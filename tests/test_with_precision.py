@@ -6,6 +6,7 @@ weights after 9 steps of SGD; four where the weights are rounded at each step to
 from matrix import *
 from torch.amp import GradScaler,autocast
 from fastai_accum.precision import *
+from test_precision import exact_window,low_learner,ulps
 
 HALF = {torch.float16:2**-11, torch.bfloat16:2**-8}
 
@@ -48,7 +49,8 @@ def scaled(windows, n=96, bs=8, n_step=4):
         return learn
     return train(bs, [AccumulateStep(n_step)], n_step),train(bs*n_step, [], 1)
 
-@row('Precision', 'MixedPrecision: the loss scaler', 'everything, scales and updates', note='grows and backs off with steps; an overflow in one micro-batch skips its window, once')
+@row('Precision', 'MixedPrecision: the loss scaler', 'everything, scales and updates',
+     note='in float64, without autocast; grows and backs off with steps; an overflow in one micro-batch skips its window, once')
 @pytest.mark.parametrize('windows', [[], [0], [2,3], [8]], ids=str)
 def test_scaler(windows, works):
     a,b = scaled(windows)
@@ -72,13 +74,14 @@ class Float32(Callback):
 
 def weights(learn): return [p.detach().clone() for p in learn.model.parameters()]
 
-@row('Precision', 'MixedPrecision, fp16', 'weights', HALF[torch.float16], 'half precision rounds a large batch and micro-batches differently')
+@row('Precision', 'MixedPrecision, fp16', 'weights', HALF[torch.float16],
+     'autocast and scaler of the CPU; half precision rounds a large batch and micro-batches differently')
 def test_fp16(works):
     a,b = half_pair(torch.float16)
     works.same(weights(a), weights(b))
     assert a.mixed_precision.kept==b.mixed_precision.kept and len(a.mixed_precision.kept)==9
 
-@row('Precision', 'MixedPrecision, bf16', 'weights', HALF[torch.bfloat16], 'as fp16, with fewer digits and without a scaler')
+@row('Precision', 'MixedPrecision, bf16', 'weights', HALF[torch.bfloat16], 'autocast of the CPU; as fp16, with fewer digits and without a scaler')
 def test_bf16(works):
     a,b = half_pair(torch.bfloat16)
     works.same(weights(a), weights(b))
@@ -95,15 +98,19 @@ class NonNative(NonNativeMixedPrecision):
         try: super().before_fit()
         finally: self.learn.dls = dls
 
+non_native_row = row('Precision', 'NonNativeMixedPrecision', 'weights', HALF[torch.float16],
+                     'on the CPU, which it is told is a GPU; flat masters or not, with `clip` and without')
+
 def non_native(flat, clip, **kwargs):
     def train(bs, acc):
-        learn = make_learner(make_dls(76, bs), small_model().float(), cbs=[Float32(), *acc, ModelToHalf(), NonNative(flat_master=flat, clip=clip, **kwargs)], opt_func=SGD)
+        cbs = [Float32(), *acc, ModelToHalf(), NonNative(flat_master=flat, clip=clip, **kwargs)]
+        learn = make_learner(make_dls(76, bs), small_model().float(), cbs=cbs, opt_func=SGD)
         learn.remove_cb(Spy)   # gradients of the masters and of the model differ in number where the masters are flat
         learn.fit(3, .1)
         return learn
     return train(8, [AccumulateStep(4)]),train(32, [])
 
-@row('Precision', 'NonNativeMixedPrecision', 'weights', HALF[torch.float16], 'flat masters or not, with `clip` and without')
+@non_native_row
 @pytest.mark.parametrize('clip', [None, .1])
 @pytest.mark.parametrize('flat', [False, True])
 def test_non_native(flat, clip, works):
@@ -111,7 +118,7 @@ def test_non_native(flat, clip, works):
     works.same(weights(a), weights(b))
     assert a.accumulate_step.counts.n_steps==9
 
-@row('Precision', 'NonNativeMixedPrecision', 'weights', HALF[torch.float16], 'flat masters or not, with `clip` and without')
+@non_native_row
 def test_non_native_dynamic(works):
     "The scale starts too high: each window whose gradients overflow is lost, as a large batch is, and halves the scale"
     a,b = non_native(False, None)
@@ -125,29 +132,35 @@ class InDtype(Callback):
     def before_batch(self): self.learn.xb = tuple(o.to(next(self.model.parameters()).dtype) for o in self.xb)
     def after_pred(self): self.learn.pred = self.pred.double()
 
-def low(dtype, cbs):
+def low(dtype):
     def train(bs, acc):
         learn = make_learner(make_dls(76, bs), small_model().to(dtype), cbs=[InDtype(), *acc], opt_func=SGD)
         learn.fit(3, .1)
         return learn
-    return train(8, [AccumulateStep(4), *cbs]),train(32, [])
+    return train(8, [AccumulateStep(4)]),train(32, [])
 
 @row('Precision', 'a model in bfloat16', 'weights', 4*HALF[torch.bfloat16], 'for long windows add `GradAccumDtype`')
-@pytest.mark.parametrize('cbs', [[], [GradAccumDtype()]], ids=str)
-def test_bfloat16_model(cbs, works):
-    a,b = low(torch.bfloat16, cbs)
+def test_bfloat16_model(works):
+    a,b = low(torch.bfloat16)
     works.same(weights(a), weights(b))
 
 @row('Precision', 'a model in float16', 'weights', 4*HALF[torch.float16], 'for long windows add `GradAccumDtype`')
-@pytest.mark.parametrize('cbs', [[], [GradAccumDtype()]], ids=str)
-def test_float16_model(cbs, works):
-    a,b = low(torch.float16, cbs)
+def test_float16_model(works):
+    a,b = low(torch.float16)
     works.same(weights(a), weights(b))
 
-@row('Precision', 'GradAccumDtype beside MixedPrecision', 'everything')
+@row('Precision', 'GradAccumDtype beside the loss scaler', 'everything', note='ours; with `GradientClip`')
 def test_grad_accum_dtype_and_scaler(works):
     def train(bs, acc):
         learn = make_learner(make_dls(76, bs), cbs=[*acc, OnCpu(init_scale=2.**10, growth_interval=3), GradientClip(.1)])
         learn.fit_one_cycle(3, .02)
         return learn
     works(train(8, [AccumulateStep(4), GradAccumDtype()]), train(32, []))
+
+@row('Precision', 'GradAccumDtype', "gradients of a window with the float64 mean of the same low-precision gradients, in units in the last place", 2,
+     'ours, for models in float16 or bfloat16; windows of 64')
+@pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
+def test_grad_accum_dtype(dtype, works):
+    learn = low_learner(dtype, 1, [AccumulateStep(64), GradAccumDtype()])
+    learn.fit(1)
+    works.error(max(map(ulps, learn.spy.steps[0]['grads'], exact_window(dtype, list(range(64)), 1))))
