@@ -76,7 +76,7 @@ def _summed(self:GradAccumDtype, f):
 def after_loss(self:GradAccumDtype):
     "Give the window its sums, and borrow the backward pass"
     acc = getattr(self.learn, 'accumulate_step', None)
-    if acc is None or not self.learn.training or not acc.window.open: return
+    if acc is None or not acc.window.open: return
     if acc.window.sums is None: acc.window.sums = {}
     acc._borrow(self.learn, _backward=partial(self._summed, self.learn._backward))
 
