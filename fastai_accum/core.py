@@ -9,11 +9,12 @@ __all__ = ['Window', 'Counts', 'Plan', 'plan_epoch', 'AccumulateStep']
 
 # %% ../nbs/core.ipynb #5f1b20f9
 import inspect,warnings
-from contextlib import contextmanager
+from contextlib import contextmanager,nullcontext
 from dataclasses import dataclass
 from numbers import Integral,Real
 from fastai.basics import *
 from .loss import base_loss,loss_reduction,sums_by_nature,loss_weight
+from .processes import processes
 
 # %% ../nbs/core.ipynb #c509a974
 @dataclass
@@ -31,7 +32,9 @@ class Window:
         self.surplus = False                  # the micro-batch in flight belongs to a tail that is dropped
         self.dropped = False                  # the micro-batch in flight is left out
         self.shared = self.counted = False    # its loss has become its share of the window's; its gradient is in
+        self.averaged = False                 # its gradients are those of all processes
         self.n_dropped = 0                    # micro-batches that were left out
+        self.ran,self.n_all = False,0         # the model has run; samples of all processes
         self.bs,self.last = 0,None            # samples of the micro-batch in flight; the loss of the last one
         self.own = None                       # what `learn.loss` was before it became that of the window
         self.hypers = []                      # what the optimizer was set to before it
@@ -40,7 +43,7 @@ class Window:
     def reset(self): self.__init__()
 
     @property
-    def is_empty(self): return 0<self.n_dropped==self.n_micro
+    def is_empty(self): return 0<self.n_dropped==self.n_micro and not self.n_all
 
 # %% ../nbs/core.ipynb #89d4ac26
 @dataclass
@@ -72,6 +75,17 @@ def _n_samples(dl):
     except (AttributeError,TypeError): return None
     return min(n, len(dl)*bs) if bs else n
 
+# %% ../nbs/core.ipynb #2f0e98a8
+def _length(dl):
+    "How many batches `dl` yields at most; a `DistributedDL` that drops its last one says too many"
+    if not (hasattr(dl, 'world_size') and dl.drop_last): return len(dl)
+    return min(len(dl), -(-dl.dl.n//dl.world_size)//dl.bs)
+
+class _Part:
+    "What the `DistributedDL` that a loader `dl` will be wrapped in says of itself"
+    def __init__(self, dl, world_size): self.dl,self.world_size,self.bs,self.drop_last,self.dataset = dl,world_size,_batch_size(dl),_drops_last(dl),dl.dataset
+    def __len__(self): return -(-len(self.dl)//self.world_size)
+
 # %% ../nbs/core.ipynb #a8ff910d
 @dataclass
 class Plan:
@@ -81,6 +95,7 @@ class Plan:
     n_samples:int|None # Samples in an epoch, where the loader says so
     drop_last:bool     # Whether the tail is thrown away
     bs:int|None=None   # Batch size of the loader, if it has one
+    n_step:int|None=None # Micro-batches that fill a window, unless samples do
     n_done:int = 0     # Windows that have ended in this epoch
     n_drawn:int = 0    # Samples drawn in this epoch
     is_odd:bool=False  # Whether the last micro-batch drawn was not of size `bs`
@@ -96,9 +111,9 @@ def plan_epoch(
     drop_last:bool|None=None # Throw the tail away; `None` does what `dl` does with its own last batch
 ):
     "The windows that an epoch of `dl` will have, as a `Plan`"
-    n_micro,n,bs = len(dl),_n_samples(dl),_batch_size(dl)
+    n_micro,n,bs = _length(dl),_n_samples(dl),_batch_size(dl)
     drop = bool(_drops_last(dl)) if drop_last is None else drop_last
-    if n_samples is None: return Plan(min(n_step,n_micro), n_micro//n_step if drop else -(-n_micro//n_step), n, drop, bs)
+    if n_samples is None: return Plan(min(n_step,n_micro), n_micro//n_step if drop else -(-n_micro//n_step), n, drop, bs, n_step)
     if bs is None: return Plan(max(1, min(n_micro, n_samples*n_micro//n if n else 1)), None, n, drop)
     size = -(-n_samples//bs)
     full,rest = divmod(n or n_micro*bs, size*bs)
@@ -132,6 +147,7 @@ class AccumulateStep(Callback):
         self.counts,self.plan,self._nominal,self._is_new = Counts(),None,None,True
         self._borrowed,self._warned,self._bare = [],set(),set()
         self.window,self._given,self._carry = Window(),[],(0,0,[])
+        self.group,self._kept = None,None
 
     __setattr__ = object.__setattr__   # fastai's looks for each name in the model too, to warn of shadowing
 
@@ -191,15 +207,19 @@ def _read_loss(self:AccumulateStep):
     base = base_loss(f)   # all targets ignored: cross-entropy by itself has gradients of zero, where other losses have NaN
     self.zero_is_safe = self.weight is None and isinstance(base, (nn.CrossEntropyLoss,nn.NLLLoss)) and base.weight is None
 
-# %% ../nbs/core.ipynb #756e3012
+# %% ../nbs/core.ipynb #4c1e9807
 @patch
-def _read_loader(self:AccumulateStep, dl):
+def _read_loader(self:AccumulateStep, dl, n_procs=1):
     "Plan the epoch, and refuse or warn where the request cannot mean what it says"
-    self.plan,bs = plan_epoch(dl, self.n_step, self.n_samples, self.drop_last),_batch_size(dl)
-    name,v,unit = ('n_step',self.n_step,'micro-batches') if self.n_samples is None else ('n_samples',self.n_samples,'samples')
-    if self.n_samples and bs and v<bs:
+    bs,n_step,n_samples = _batch_size(dl),self.n_step,self.n_samples
+    if n_procs>1 and n_samples:
+        if not bs: raise ValueError("AccumulateStep: n_samples over several processes needs a loader with a batch size; give n_step instead")
+        n_step,n_samples = -(-n_samples//(bs*n_procs)),None
+    self.plan = plan_epoch(dl, n_step, n_samples, self.drop_last)
+    name,v,unit = ('n_step',n_step,'micro-batches') if n_samples is None else ('n_samples',n_samples,'samples')
+    if n_samples and bs and v<bs:
         self._warn_once('bs', f"n_samples={v} is below the batch size {bs}, so every micro-batch is a window. n_samples counts samples, n_step micro-batches")
-    held = len(dl) if self.n_samples is None else self.plan.n_samples
+    held = len(dl) if n_samples is None else self.plan.n_samples
     if not held or v<=held: return
     if self.plan.drop_last:
         raise ValueError(f"AccumulateStep: {name}={v} is more than the {held} {unit} of an epoch and the tail is dropped, so no step would ever be made. "
@@ -213,27 +233,59 @@ def before_fit(self:AccumulateStep):
     learn = self.learn
     self._clean_up()
     if learn.lock.locked(): return
-    self._check_cbs(); self._check_opt(); self._read_loss(); self._read_loader(learn.dls.train)
+    self._check_cbs(); self._check_opt(); self._read_loss()
+    self.group,dl = processes(learn.model),learn.dls.train
+    n_procs = num_distrib() if any(_is_a(o, 'DistributedTrainer') for o in learn.cbs) else self.group.n if self.group else 1
+    self._read_loader(dl if n_procs<2 or self.group or hasattr(dl, 'world_size') else _Part(dl, n_procs), n_procs)
     learn.cbs = L(self) + learn.cbs.filter(lambda o: o is not self)   # the first, also of those whose `order` is as low
     setattr(learn, self.name, self)
-    if hasattr(learn, 'lr_finder'): learn.n_epoch = learn.lr_finder.num_it//(self.plan.n_windows or 1) + 1
+    if hasattr(learn, 'lr_finder'): self._find(n_procs)
     self._is_new = True
+
+# %% ../nbs/core.ipynb #708baaf5
+@patch
+def _find(self:AccumulateStep, n_procs):
+    "Make `num_it` steps"
+    learn = self.learn
+    learn.n_epoch = learn.lr_finder.num_it//(self.plan.n_windows or 1) + 1
+    if n_procs<2: return
+    self._kept = deepcopy((get_model(learn.model).state_dict(), learn.opt.state_dict()))
+    self._borrow(learn, save=noop)
+
+@patch
+def _found(self:AccumulateStep):
+    "Be where `_find` was"
+    if self._kept is None: return
+    model,opt = self._kept
+    get_model(self.learn.model).load_state_dict(model)
+    self.learn.opt.load_state_dict(opt)
+    self._kept = None
 
 # %% ../nbs/core.ipynb #21d3d325
 @patch
 def before_train(self:AccumulateStep):
     "Plan the windows of this epoch; in the first one of a fit, reset the counts"
     self._throw_away()
-    self._read_loss(); self._read_loader(self.learn.dl)
-    if not self._is_new: return
-    self.counts,self._nominal,self._is_new = Counts(),None,False
-    self._bare = {id(p) for p in self._params() if p.grad is None}
+    self.group = processes(self.learn.model)
+    self._read_loss(); self._read_loader(self.learn.dl, self.group.n if self.group else 1)
+    if self._is_new:
+        self.counts,self._nominal,self._is_new = Counts(),None,False
+        self._bare = {id(p) for p in self._params() if p.grad is None}
+    if self.group: self._agree()
+
+# %% ../nbs/core.ipynb #4fdb3d53
+@patch
+def _agree(self:AccumulateStep):
+    plan,sign = self.plan,-1 if self.plan.drop_last else 1   # a dropped tail: windows that all of them can fill
+    n,nominal = self.group.max(sign*plan.n_windows, (plan.bs or 1)*plan.size)
+    plan.n_windows = int(sign*n)
+    if self._nominal is None: self._nominal = nominal
 
 # %% ../nbs/core.ipynb #540cb5c0
 @patch
 def _full(self:AccumulateStep, more=0):
     "Whether the window is full, with `more` samples"
-    return self.window.n_micro>=self.n_step if self.n_samples is None else self.window.n_samples+more>=self.n_samples
+    return self.window.n_micro>=self.plan.n_step if self.plan.n_step else self.window.n_samples+more>=self.n_samples
 
 # %% ../nbs/core.ipynb #29ad41c3
 @patch
@@ -242,13 +294,19 @@ def before_batch(self:AccumulateStep):
     win,n,plan,bs = self.window,self.counts,self.plan,find_bs(self.learn.yb or self.learn.xb)
     if not win.open: win.reset()
     n.n_micro += 1; n.n_samples += bs; n.n_thrown += bs; plan.n_drawn += bs
-    if self.n_samples and plan.is_odd: plan.n_windows = None   # not the last one was of another size, so the sizes vary
+    if not plan.n_step and plan.is_odd: plan.n_windows = None   # not the last one was of another size, so the sizes vary
     plan.is_odd,win.surplus = bs!=plan.bs,plan.is_over
     if win.surplus: raise CancelBatchException
     if plan.drop_last and not win.open: win.hypers = [dict(h) for h in self.learn.opt.hypers]
     win.open,win.bs,win.dropped,win.shared,win.counted = True,bs,False,False,False
     win.n_micro += 1
     win.boundary = self._full(bs) or (self.learn.iter+1>=self.learn.n_iter and not plan.drop_last)
+    if self.group: self.group.sync(win.boundary)
+
+@patch
+def after_pred(self:AccumulateStep):
+    "Note that the model has run"
+    self.window.ran = True
 
 # %% ../nbs/core.ipynb #da09d0a1
 @patch(as_prop=True)
@@ -295,7 +353,7 @@ def _share(self:AccumulateStep, w, loss):
     "The sum of the losses of a micro-batch of weight `w` and mean `loss`, and what to multiply its gradient with"
     win,by,c = self.window,w if self.is_mean else 1,self._nominal if self.averages else 1
     if not self.is_mean: return loss,by/c
-    alone = win.boundary & (win.weight+w==0)   # the window ends, and all of it weighs 0
+    alone = win.boundary & (win.weight+w==0) & (self.group is None)   # the window ends, and all of it weighs 0
     if isinstance(w, Tensor): return self._share_tensor(w, loss, (w>0)|alone, by/c)
     if w>0: return loss*w,by/c
     if not alone: self._leave_out(False)
@@ -341,6 +399,12 @@ def before_backward(self:AccumulateStep):
     win.last,win.shared = loss,True
     if learn.loss_grad.requires_grad: learn.loss_grad.register_hook(_hook(_count, win, [(w,total,win.bs)]))
 
+# %% ../nbs/core.ipynb #cd44e901
+@patch
+def after_backward(self:AccumulateStep):
+    "Note that a backward pass at the boundary has averaged the gradients over the processes"
+    if self.group: self.window.averaged = self.window.boundary and self.window.counted
+
 # %% ../nbs/core.ipynb #a1c1e7fc
 def _count(win, micro, _):
     "Add `micro`, a list of one weight, loss and number of samples, to `win`; once, however often the loss is gone through"
@@ -363,20 +427,38 @@ def _finish(self:AccumulateStep):
     "Divide the gradients by the weight of the window, and make `learn.loss` the loss of the window"
     win,learn = self.window,self.learn
     win.closed,win.own = True,learn.loss.detach()
-    if win.n_samples: self._average()
+    self._check_given()
+    n,W,loss = self._totals()
+    if n: self._average(W, loss)
+    elif self.group: raise CancelBatchException
     self._take_carry()
 
-# %% ../nbs/core.ipynb #9286aac2
+# %% ../nbs/core.ipynb #bbf6166f
 @patch
-def _average(self:AccumulateStep):
+def _totals(self:AccumulateStep):
+    "Samples, weight and loss of the window, over all processes"
+    win,group = self.window,self.group
+    if not group: return win.n_samples,win.weight,win.loss
+    if not win.averaged: group.average(win.ran)
+    n,W,loss = group.sum(win.n_samples, win.weight, win.loss)
+    win.averaged,win.n_all = True,n
+    return n,W,loss
+
+# %% ../nbs/core.ipynb #bd3b274e
+@patch
+def _average(self:AccumulateStep,
+    W, # Weight of the window
+    loss # Sum of its losses
+):
     "Turn the sums over the window into means"
-    win,learn = self.window,self.learn
-    self._check_given()
-    W = win.weight if self.averages else 1
-    if isinstance(W, Tensor): factor,loss = torch.where(W>0, self._nominal/W, 1),torch.where(W>0, win.loss/W, win.last)
-    else:                     factor,loss = (self._nominal/W,win.loss/W) if W else (1,win.last)
-    if self.averages: win.factor = factor; self._scale_grads(factor)
-    learn.loss = loss.to(learn.loss.dtype)
+    win,learn,n = self.window,self.learn,self.group.n if self.group else 1   # the gradients are means over `n` processes
+    last = learn.loss if win.last is None else win.last
+    if not self.averages: W = 1
+    if isinstance(W, Tensor): factor,loss = torch.where(W>0, self._nominal/W, 1),torch.where(W>0, loss/W, last)
+    else:                     factor,loss = (self._nominal/W,loss/W) if W else (1/n,last)
+    win.factor = factor*n if self.averages else n
+    self._scale_grads(win.factor)
+    learn.loss = torch.as_tensor(loss, dtype=learn.loss.dtype, device=learn.loss.device)
 
 # %% ../nbs/core.ipynb #f430d198
 @patch
@@ -529,22 +611,41 @@ def _close(self:AccumulateStep):
     "Step on the open window now"
     win,learn = self.window,self.learn
     win.boundary = win.closed = True
-    if not win.n_samples: return
+    if not win.n_samples and not self.group: return
     try:
         learn._with_events(learn._step, 'step', CancelStepException)
         learn.opt.zero_grad()
     except CancelBatchException: learn('after_cancel_batch')
 
-# %% ../nbs/core.ipynb #6cd950fe
+# %% ../nbs/core.ipynb #bd8aaf0e
+@patch
+def _owed(self:AccumulateStep):
+    "Whether there is a window to step on, though the loader has ended: a tail, or one that other processes have"
+    win,plan = self.window,self.plan
+    if self.group and self.group.waits: return plan.n_done<plan.n_windows
+    return win.open and not plan.drop_last and win.n_samples>0
+
+@patch
+def _step_along(self:AccumulateStep):
+    "Open a window for the step that other processes make"
+    self.window.reset()
+    self.window.open = True
+    for cb in self.learn.cbs.sorted('order'):
+        if _is_a(cb, 'ParamScheduler'): cb('before_batch')
+
 @patch
 def after_train(self:AccumulateStep):
     "Step on a tail that is still open, or throw it away"
     win,plan = self.window,self.plan
-    if win.open and (plan.drop_last or not win.n_samples): self._drop_tail()
-    elif win.open:
-        try:
-            with self._guard(): self._close(); self._log_step()
-        except CancelTrainException: self.learn('after_cancel_train')
+    try:
+        with self._guard():
+            while self._owed():
+                if not win.open: self._step_along()
+                self._close()
+                self._log_step() if win.n_samples or win.n_all else self._account()
+    except CancelTrainException: self.learn('after_cancel_train')
+    if win.open: self._drop_tail()
+    if self.group: self.group.sync(True)
     if plan.drop_last and not plan.n_done and plan.n_drawn:
         self._warn_once('none', f"an epoch of {plan.n_drawn} samples made no step: it ended before its first window was full, and the tail is dropped")
 
@@ -576,6 +677,7 @@ def _drop_tail(self:AccumulateStep):
 def _throw_away(self:AccumulateStep):
     "Forget an open window and its gradients"
     self._give_back(); self._given.clear()
+    if self.group: self.group.sync(True); self.group.forget()
     if not self.window.open: return
     self._clear_grads()
     self._account()
@@ -596,7 +698,8 @@ def _clear_grads(self:AccumulateStep):
 @contextmanager
 def _guard(self:AccumulateStep):
     "Throw away a window that an exception cuts short"
-    try: yield
+    try:
+        with self.group.explained() if self.group else nullcontext(): yield
     except BaseException: self._throw_away(); raise
 
 # %% ../nbs/core.ipynb #82846f8c
@@ -614,11 +717,12 @@ def before_epoch(self:AccumulateStep):
 def _clean_up(self:AccumulateStep):
     "Forget what the next fit must not see"
     self._throw_away()
-    self._carry = 0,0,[]
+    self._carry,self.group = (0,0,[]),None
 
 @patch
 def after_fit(self:AccumulateStep):
     "Leave nothing behind"
+    self._found()
     self._clean_up()
 
 # %% ../nbs/core.ipynb #a4aeebe3

@@ -157,6 +157,11 @@ def test_channels_last_input(works):
     def look(cb): assert cb.pred.grad_fn is not None and cb.x.is_contiguous(memory_format=torch.channels_last) if cb.training else True
     works(*pair(lambda: [ChannelsLast(), Callback(before_batch=to_cl, after_pred=look)], dls=image_dls, model=conv_model))
 
+@row('Models', 'ParallelTrainer', note='`DataParallel`, on a machine without GPUs, where it has one replica')
+def test_parallel_trainer(works):
+    from fastai.distributed import ParallelTrainer
+    works(*pair(lambda: ParallelTrainer(None), splitter=trainable_params))
+
 compiler = pytest.mark.skipif(not shutil.which('g++'), reason='needs a C++ compiler, for the code that inductor writes')
 @row('Models', '`torch.compile`', note='another shape, that of a smaller last micro-batch, compiles anew')
 @pytest.mark.parametrize('backend', ['aot_eager', pytest.param('inductor', marks=[pytest.mark.slow,compiler])])

@@ -1,0 +1,229 @@
+"""What several processes train, and what one process trains on the same samples: started by `test_distributed`, once for each number of processes.
+
+    python several.py RANK WORLD PORT FOLDER SCENARIO..."""
+import os,sys
+from contextlib import nullcontext
+from harness import *
+from fastai.distributed import *
+from fastai_accum.patch import *
+from test_with_precision import OnCpu
+from torch.nn.parallel import DistributedDataParallel as DDP
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from datetime import timedelta
+
+N = 96
+W = torch.tensor([1.,10.,3.]).double()
+
+def cut(world, sizes):
+    "For each process, the samples of each of its micro-batches: `sizes` of those of each, or one list for each process"
+    sizes = sizes if is_listy(sizes[0]) else [sizes]*world
+    res,i = [[] for _ in range(world)],0
+    for k in range(max(map(len, sizes))):
+        for r in range(world):
+            if k<len(sizes[r]): res[r].append(list(range(i, i+sizes[r][k]))); i += sizes[r][k]
+    return res
+
+def batches(idxs, y): return [(features(N)[i], y[i]) for i in idxs]
+
+def train(dls, model, cbs=None, loss_func=None, fit=None, opt_func=Adam):
+    learn = make_learner(dls, model, loss_func=loss_func, opt_func=opt_func, splitter=trainable_params, cbs=cbs)
+    (fit or (lambda l: l.fit_one_cycle(2, .02)))(learn)
+    return learn
+
+class Case:
+    "Micro-batches of each process, and how they are trained on"
+    def __init__(self, sizes, n_step=4, y=None, loss_func=None, cbs=None, model=small_model, fit=None, ddp=None, acc=None, left_out=()):
+        store_attr()
+        self.y = classes(N) if y is None else y
+    def dls(self, idxs): return DataLoaders(DataLoader(batches(idxs, self.y), bs=None), DataLoader(batches([list(range(16))], self.y), bs=None))
+    def several(self, rank, world):
+        "What process `rank` of `world` trains"
+        drop = Callback(after_loss=lambda cb: cb.accumulate_step.drop() if cb.training and (rank,cb.iter) in self.left_out else None)
+        cbs = [AccumulateStep(**(self.acc or dict(n_step=self.n_step))), drop, *L(self.cbs and self.cbs())]
+        return train(self.dls(cut(world, self.sizes)[rank]), DDP(self.model(), **(self.ddp or {})), cbs, self.loss_func, self.fit)
+    def windows(self, world):
+        "The samples of each window of all processes together"
+        cuts,n = cut(world, self.sizes),self.n_step
+        kept = [[m if (r,j) not in self.left_out else [] for j,m in enumerate(c)] for r,c in enumerate(cuts)]
+        res = [[i for c in kept for m in c[k:k+n] for i in m] for k in range(0, max(map(len, cuts)), n)]
+        return [w for w in res if w]
+    def alone(self, world):
+        "What one process trains on the large batches"
+        return train(self.dls(self.windows(world)), self.model(), self.cbs and self.cbs(), self.loss_func, self.fit)
+
+class Two(nn.Module):
+    "A branch that is used only where the first feature of the first sample is positive"
+    def __init__(self): super().__init__(); torch.manual_seed(0); self.a,self.b = nn.Linear(6,3).double(),nn.Linear(6,3).double()
+    def forward(self, x): return self.a(x)+self.b(x)*(x[:,:1]>.5).double() if (x[:,0]>.5).any() else self.a(x)
+
+class Buffered(nn.Module):
+    "A model with a buffer, which the processes exchange in the first forward pass after a step"
+    def __init__(self): super().__init__(); self.body = small_model(); self.register_buffer('b', torch.ones(3).double())
+    def forward(self, x): return self.body(x)*self.b
+
+def ignored(*which): y = classes(N); y[[i for w in which for i in w]] = -100; return y
+def once(learn): learn.fit_one_cycle(2, .02)
+def find(learn, **kwargs):
+    learn.path = Path(os.environ.get('SEVERAL_PATH', '.'))
+    learn.lr_find(show_plot=False, suggest_funcs=None, **{**dict(num_it=12, stop_div=False), **kwargs})
+    learn.fit(1, .02)
+diverge = partial(find, start_lr=1e-3, end_lr=1e3, num_it=40, stop_div=True)
+
+cases = dict(
+    even          = Case([4]*8),
+    tail          = Case([4]*6),
+    one_window    = Case([4]*2),
+    no_accum      = Case([4]*3, n_step=1),
+    uneven        = Case([[1,7,2,5,3], [6,1,4,2,2], [3,3,1,1,5]]),
+    weighted      = Case([4]*6, loss_func=nn.CrossEntropyLoss(weight=W)),
+    one_is_empty  = Case([4]*4, y=ignored(range(0,4), range(12,16), range(8,12))),
+    all_ignored   = Case([2]*4, n_step=2, y=ignored(range(0,12))),
+    longer        = Case([[4]*5, [4]*4, [4]*4]),
+    shorter       = Case([[4]*4, [4]*5, [4]*5]),
+    much_longer   = Case([[2]*9, [2]*3, [2]*1]),
+    dropped       = Case([4]*6, left_out={(0,1),(1,2)}),
+    dropped_last  = Case([4]*8, left_out={(0,3),(1,7)}),
+    dropped_all   = Case([4]*8, left_out={(1,0),(1,1),(1,2),(1,3)}),
+    n_samples     = Case([4]*8, acc=dict(n_step=4)),
+    clip          = Case([4]*6, cbs=lambda: GradientClip(.1)),
+    kept_sum      = Case([4]*6, loss_func=nn.CrossEntropyLoss(reduction='sum'), acc=dict(n_step=4, average=False)),
+    unused        = Case([4]*6, model=Two, ddp=dict(find_unused_parameters=True)),
+    static        = Case([4]*6, ddp=dict(static_graph=True)),
+    lr_find       = Case([4]*6, fit=find),
+    lr_find_stops = Case([4]*6, fit=diverge),
+    buffers       = Case([[4]*5, [4]*4, [4]*4], model=Buffered),
+    buffers_long  = Case([[2]*9, [2]*3, [2]*1], model=Buffered),
+)
+
+def cpu_broadcast(self, t, rank):
+    "`DistributedDL._broadcast` without its `.cuda()`"
+    t = LongTensor(t)
+    dist.broadcast(t, rank)
+    return t.tolist()
+
+class Overflow(Callback):
+    "An infinite gradient in one micro-batch of one process: all of them skip the step"
+    run_valid = False
+    def after_backward(self):
+        acc = getattr(self.learn, 'accumulate_step', None)
+        alone = acc is None and self.epoch==0 and self.iter==1
+        if alone or (acc and self.epoch==0 and self.iter==5 and os.environ.get('RANK')=='1'): next(self.model.parameters()).grad[0,0] = math.inf
+
+class InContext(Case):
+    "`distrib_ctx` of fastai, which shares out the samples of one loader; a sample is repeated where their number does not divide"
+    def __init__(self, bs, n=N, drop_last=False, n_step=4, fit=None, acc=None, patch=False, cbs=None, then=None):
+        store_attr()
+        self.y,self.loss_func,self.model = classes(N),None,small_model
+    def several(self, rank, world):
+        DistributedDL._broadcast = cpu_broadcast
+        cbs = [*([] if self.patch else [AccumulateStep(**(self.acc or dict(n_step=self.n_step)))]), *L(self.cbs and self.cbs())]
+        dls = make_dls(self.n, self.bs, self.y[:self.n], self.drop_last, shuffle=False, x=features(N)[:self.n])
+        learn = make_learner(dls, splitter=trainable_params, cbs=cbs)
+        with learn.distrib_ctx(cpu=True, sync_bn=False), accumulation(self.n_step) if self.patch else nullcontext(): (self.fit or once)(learn)
+        assert not isinstance(learn.model, DDP) and type(learn.dls.train) is DataLoader, 'the context has left something behind'
+        if self.then: self.then(learn)   # each process by itself
+        return learn
+    def alone(self, world):
+        learn = super().alone(world)
+        if self.then:
+            learn.dls = make_dls(self.n, self.bs*self.n_step, self.y[:self.n], shuffle=False, x=features(N)[:self.n])
+            self.then(learn)
+        return learn
+    def windows(self, world):
+        each,(bs,k) = -(-self.n//world),(self.bs,self.n_step)
+        idxs = (list(range(self.n))*2)[:each*world]
+        n = each//bs//k*k*bs if self.drop_last else each
+        return [[i for r in range(world) for i in idxs[r*each:(r+1)*each][w:min(w+k*bs,n)]] for w in range(0, n, k*bs)]
+
+class Messages(Callback):
+    "The bytes of each message that is sent for a micro-batch, and the gradients after its backward pass"
+    order,run_valid = -2000,False
+    def before_fit(self):
+        self.learn.seen,self.sent = [],[]
+        if isinstance(self.model, DDP): self.model.register_comm_hook(None, allreduce_hook)   # goes through `all_reduce`, where it is counted
+        self.old,dist.all_reduce = dist.all_reduce,self.all_reduce
+    def all_reduce(self, t, *args, **kwargs):
+        self.sent.append(t.nbytes)
+        return self.old(t, *args, **kwargs)
+    def after_backward(self): self.grads = [p.grad.clone() for p in self.model.parameters()]
+    def after_batch(self):
+        self.learn.seen.append((self.sent,self.grads))
+        self.sent = []
+    def after_fit(self): dist.all_reduce = self.old
+
+cases['messages'] = Case([4]*8, cbs=Messages, fit=lambda l: l.fit(1, .02))
+cases.update(
+    ctx           = InContext(4),
+    ctx_tail      = InContext(4, n=90),
+    ctx_odd       = InContext(4, n=89),
+    ctx_drop      = InContext(4, n=90, drop_last=True),
+    ctx_drop_odd  = InContext(4, n=59, n_step=2, drop_last=True),
+    ctx_patch     = InContext(4, n=90, patch=True),
+    ctx_find      = InContext(4, n=90, fit=find),
+    ctx_samples   = InContext(4, n=90, n_step=2, acc=dict(n_samples=16)),
+    ctx_after     = InContext(4, n=90, fit=lambda l: (l.fit(1, .02), l.fit_one_cycle(1, .02))),
+    ctx_scaler    = InContext(4, n=90, cbs=lambda: [OnCpu(init_scale=2.**10, growth_interval=2), GradientClip(.1)]),
+    ctx_overflow  = InContext(4, n=90, cbs=lambda: [OnCpu(init_scale=2.**10, growth_interval=2), Overflow()]),
+    ctx_then      = InContext(4, n=88, then=lambda l: l.fit_one_cycle(1, .02)),
+    ctx_clip      = InContext(4, n=90, cbs=lambda: GradientClip(.1)),
+)
+
+class Sharded(Case):
+    "A model in `fully_shard`"
+    def several(self, rank, world):
+        model = fully_shard(self.model(), mesh=init_device_mesh('cpu', (world,)))
+        learn = train(self.dls(cut(world, self.sizes)[rank]), model, [AccumulateStep(self.n_step), *L(self.cbs and self.cbs())], self.loss_func, self.fit)
+        model.reshard()   # validation leaves it whole
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        return learn
+
+def cut_short(learn):
+    "A fit that is cancelled in the middle of a window, and one that is not"
+    def stop(cb):
+        if cb.training and cb.iter==1 and 'accumulate_step' in vars(cb.learn): raise CancelTrainException
+    learn.fit(1, .02, cbs=Callback(after_backward=stop)) if hasattr(learn, 'accumulate_step') else None
+    learn.spy.steps = []
+    learn.fit(1, .02)
+
+cases.update(
+    shards           = Sharded([4]*8),
+    shards_tail      = Sharded([4]*6),
+    shards_uneven    = Sharded([[1,7,2,5,3], [6,1,4,2,2]]),
+    shards_weighted  = Sharded([4]*6, loss_func=nn.CrossEntropyLoss(weight=W)),
+    shards_cut_short = Sharded([4]*8, fit=cut_short),
+    cut_short        = Case([4]*8, fit=cut_short),
+)
+
+def whole(o):
+    "Tensors of which each process has a part, put together"
+    if isinstance(o, DTensor): return o.full_tensor()
+    if isinstance(o, dict): return {k:whole(v) for k,v in o.items()}
+    return type(o)(whole(v) for v in o) if isinstance(o, (list,tuple)) else o
+
+def result(learn):
+    "What is compared: not `values`, since a `DistributedDL` validates on other batches, nor what counts micro-batches"
+    but = 'buffers','iters','final_record','values','train_iter'
+    return dict({k:whole(v) for k,v in snapshot(learn).items() if k not in but}, n_steps=len(learn.spy.steps), seen=getattr(learn, 'seen', None))
+
+def main(rank, world, port, folder, *names):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
+    os.environ['SEVERAL_PATH'] = f'{folder}/{rank}'
+    torch.set_num_threads(1)
+    dist.init_process_group('gloo', timeout=timedelta(seconds=30))
+    for nm in names:
+        print(rank, nm, flush=True)
+        torch.save(result(cases[nm].several(rank, world)), f'{folder}/{nm}.{rank}')
+    dist.destroy_process_group()
+
+cases['varying'] = Case([[3,8,2],[4,5,6]], acc=dict(n_samples=20))
+
+def breaks(rank):
+    "An error in one process, in the middle of a window"
+    if rank==1: raise ValueError('process 1 has had enough')
+cases['breaks'] = Case([4]*8, cbs=lambda: Callback(after_loss=lambda cb: breaks(int(os.environ['RANK'])) if cb.training and cb.iter==5 else None))
+
+if __name__=='__main__': main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
