@@ -83,7 +83,8 @@ def rel(a, b, path=''):
     if a is None: return math.inf,f'{path}: None for {b}'
     a,b = torch.as_tensor(a, dtype=torch.float64),torch.as_tensor(b, dtype=torch.float64)
     if a.shape!=b.shape: return math.inf,f'{path}: shape {tuple(a.shape)} for {tuple(b.shape)}'
-    if torch.equal(a.isnan(), b.isnan()): a,b = a.nan_to_num(),b.nan_to_num()
+    if not torch.equal(a.isnan(), b.isnan()): return math.inf,f'{path}: NaN in other places'
+    a,b = a.nan_to_num(),b.nan_to_num()
     err = (a-b).norm()/b.norm() if b.norm()>0 else a.norm()
     return (math.inf if err.isnan() else err.item()),path
 
