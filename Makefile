@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/.installed
 
-.PHONY: help demo test test-all works docs readme bench clean
+.PHONY: help demo test test-all works docs readme bench bench-distributed clean
 
 help: ## One line for each command
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -34,6 +34,9 @@ docs: $(READY) ## The site, in _docs (Quarto if it is installed, otherwise small
 
 readme: $(READY) ## README.md from nbs/index.ipynb
 	$(BIN)/python .ci/docs.py readme
+
+bench-distributed: $(READY) ## What two processes send, and how long it takes them over a slow link
+	$(BIN)/python benchmarks/distributed.py
 
 bench: $(READY) ## What accumulation costs in time and memory
 	$(BIN)/python benchmarks/overhead.py
