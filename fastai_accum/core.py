@@ -79,7 +79,8 @@ def _n_samples(dl):
 def _length(dl):
     "How many batches `dl` yields at most; a `DistributedDL` that drops its last one says too many"
     if not (hasattr(dl, 'world_size') and dl.drop_last): return len(dl)
-    return min(len(dl), -(-dl.dl.n//dl.world_size)//dl.bs)
+    n = getattr(dl.dl, 'n', None) or len(dl.dl.dataset)
+    return min(len(dl), -(-n//dl.world_size)//dl.bs)
 
 class _Part:
     "What the `DistributedDL` that a loader `dl` will be wrapped in says of itself"
@@ -233,6 +234,7 @@ def before_fit(self:AccumulateStep):
     learn = self.learn
     self._clean_up()
     if learn.lock.locked(): return
+    self._kept = None
     self._check_cbs(); self._check_opt(); self._read_loss()
     self.group,dl = processes(learn.model),learn.dls.train
     n_procs = num_distrib() if any(_is_a(o, 'DistributedTrainer') for o in learn.cbs) else self.group.n if self.group else 1
@@ -277,7 +279,8 @@ def before_train(self:AccumulateStep):
 @patch
 def _agree(self:AccumulateStep):
     plan,sign = self.plan,-1 if self.plan.drop_last else 1   # a dropped tail: windows that all of them can fill
-    n,nominal = self.group.max(sign*plan.n_windows, (plan.bs or 1)*plan.size)
+    n,nominal,least = self.group.max(sign*plan.n_windows, (plan.bs or 1)*plan.size, -plan.size)
+    if not least: raise ValueError("AccumulateStep: the training loader of a process is empty; give each of them micro-batches")
     plan.n_windows = int(sign*n)
     if self._nominal is None: self._nominal = nominal
 
@@ -439,7 +442,10 @@ def _totals(self:AccumulateStep):
     "Samples, weight and loss of the window, over all processes"
     win,group = self.window,self.group
     if not group: return win.n_samples,win.weight,win.loss
-    if not win.averaged: group.average(win.ran)
+    if not win.averaged:
+        scaler = getattr(self.learn, 'scaler', None)
+        if scaler is not None: scaler.scale(torch.zeros_like(self.learn.loss))   # it wants to have been used before a step
+        group.average(win.ran)
     n,W,loss = group.sum(win.n_samples, win.weight, win.loss)
     win.averaged,win.n_all = True,n
     return n,W,loss
@@ -491,7 +497,7 @@ def _check_given(self:AccumulateStep):
 def after_cancel_batch(self:AccumulateStep):
     "Set aside the gradients of a window that was cancelled at its step; the next step takes them, as fastai's does"
     win = self.window
-    if not win.closed: return
+    if not win.closed or not (win.n_samples or win.n_all): return
     grads = [(p, p.grad.clone()) for p in self._params() if p.grad is not None]
     for p,_ in grads: p.grad.zero_()
     self._carry = (0,0,grads) if win.stepped or not grads else (win.n_samples,win.weight,grads)
@@ -626,6 +632,11 @@ def _owed(self:AccumulateStep):
     return win.open and not plan.drop_last and win.n_samples>0
 
 @patch
+def after_cancel_train(self:AccumulateStep):
+    "Owe no more windows: the other processes are cancelled too"
+    if self.group: self.plan.n_windows = self.plan.n_done
+
+@patch
 def _step_along(self:AccumulateStep):
     "Open a window for the step that other processes make"
     self.window.reset()
@@ -722,7 +733,7 @@ def _clean_up(self:AccumulateStep):
 @patch
 def after_fit(self:AccumulateStep):
     "Leave nothing behind"
-    self._found()
+    if not self.learn.lock.locked(): self._found()
     self._clean_up()
 
 # %% ../nbs/core.ipynb #a4aeebe3

@@ -10,6 +10,7 @@ __all__ = ['GradAccumDtype']
 # %% ../nbs/precision.ipynb #aee3e873
 from fastai.basics import *
 from .core import _is_a
+from .processes import _is_sharded
 
 # %% ../nbs/precision.ipynb #a826efc7
 class GradAccumDtype(Callback):
@@ -45,8 +46,10 @@ def before_fit(self:GradAccumDtype):
 @patch
 def before_train(self:GradAccumDtype):
     "Refuse a model whose gradients are reduced over processes during the backward pass"
-    if isinstance(self.learn.model, nn.parallel.DistributedDataParallel):
-        raise ValueError("GradAccumDtype: the model is a DistributedDataParallel, which reduces gradients where this callback takes them; remove it")
+    for m in self.learn.model.modules():
+        if isinstance(m, nn.parallel.DistributedDataParallel) or _is_sharded(m):
+            raise ValueError("GradAccumDtype: the model is in DistributedDataParallel or fully_shard, which reduces gradients where this callback takes them; "
+                             "remove it")
 
 # %% ../nbs/precision.ipynb #7088127e
 @patch

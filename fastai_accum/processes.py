@@ -55,12 +55,15 @@ class Replicas(Processes):
     def average(self, ran):
         "Average the gradients as they are, in a backward pass that adds nothing; `ran` says whether the model has run in this window"
         ddp,ps = self.model,[p for p in self.model.parameters() if p.requires_grad]
+        marks_unused = ddp.find_unused_parameters and not ddp.static_graph
+        if marks_unused: ps = [p for p in ps if p.grad is not None] or ps[:1]
         self.sync(True)
         with torch.enable_grad():
             if not ran: ddp._pre_forward()   # what the others have done in theirs: buffers and buckets
             ddp.require_forward_param_sync = True
-            ddp.reducer.prepare_for_backward([])
-            torch.autograd.backward([p.view_as(p) for p in ps], [torch.zeros_like(p) for p in ps])
+            views = [p.view_as(p) for p in ps]
+            ddp.reducer.prepare_for_backward(views if marks_unused else [])
+            torch.autograd.backward(views, [torch.zeros_like(p) for p in ps])
 
     def forget(self): "Nothing: gradients are in `.grad`"
 
@@ -92,8 +95,11 @@ def processes(model:nn.Module)->Processes|None:
     "The processes that train `model` together; `None` if this one is alone"
     if not torch.distributed.is_available() or not torch.distributed.is_initialized(): return
     ddp = first(model.modules(), lambda o: isinstance(o, DistributedDataParallel))
-    res = Replicas(ddp) if ddp else Shards(model) if _is_sharded(model) else None
-    return res if res and res.n>1 else None
+    res = Replicas(ddp) if ddp else Shards(model) if any(map(_is_sharded, model.modules())) else None
+    if not res or res.n==1: return
+    if ddp and {*map(id, ddp.parameters())}!={*map(id, model.parameters())} or not ddp and not _is_sharded(model):
+        raise ValueError(f"AccumulateStep: only a part of the model is in {'DistributedDataParallel' if ddp else 'fully_shard'}; put the whole model in it")
+    return res
 
 # %% ../nbs/processes.ipynb #d35d6822
 @patch
@@ -102,5 +108,5 @@ def explained(self:Processes):
     "Say what an error of the connection means"
     try: yield
     except RuntimeError as e:
-        if not re.search('gloo|nccl|ProcessGroup|timed out|timeout', str(e), re.I): raise
+        if not re.search('gloo|nccl|ProcessGroup', str(e), re.I): raise
         raise RuntimeError("AccumulateStep: another process has ended, or did not come to this step before the timeout; its own error says why") from e

@@ -40,10 +40,12 @@ class Case:
         store_attr()
         self.y = classes(N) if y is None else y
     def dls(self, idxs): return DataLoaders(DataLoader(batches(idxs, self.y), bs=None), DataLoader(batches([list(range(16))], self.y), bs=None))
+    def dropper(self, rank):
+        "Leaves micro-batches out, in the epoch where the case says so"
+        return Callback(after_loss=lambda cb: cb.accumulate_step.drop() if cb.training and (rank,cb.iter) in self.left_out else None)
     def several(self, rank, world):
         "What process `rank` of `world` trains"
-        drop = Callback(after_loss=lambda cb: cb.accumulate_step.drop() if cb.training and (rank,cb.iter) in self.left_out else None)
-        cbs = [AccumulateStep(**(self.acc or dict(n_step=self.n_step))), drop, *L(self.cbs and self.cbs())]
+        cbs = [AccumulateStep(**(self.acc or dict(n_step=self.n_step))), self.dropper(rank), *L(self.cbs and self.cbs())]
         return train(self.dls(cut(world, self.sizes)[rank]), DDP(self.model(), **(self.ddp or {})), cbs, self.loss_func, self.fit)
     def windows(self, world):
         "The samples of each window of all processes together"
@@ -64,6 +66,18 @@ class Buffered(nn.Module):
     "A model with a buffer, which the processes exchange in the first forward pass after a step"
     def __init__(self): super().__init__(); self.body = small_model(); self.register_buffer('b', torch.ones(3).double())
     def forward(self, x): return self.body(x)*self.b
+
+def interrupted(learn):
+    "Ctrl-C in `lr_find`, in each process and at a boundary; the next fit trains from there"
+    learn.path = Path(os.environ.get('SEVERAL_PATH', '.'))
+    def stop(cb):
+        if cb.training and cb.train_iter==4: raise KeyboardInterrupt
+    try: learn.fit(4, cbs=[LRFinder(num_it=8), Callback(after_batch=stop)])
+    except KeyboardInterrupt: pass
+    learn.remove_cbs(learn.cbs.filter(lambda o: isinstance(o, LRFinder) or type(o) is Callback))
+    learn.spy.steps = []
+    learn.fit(2, .02)
+    learn.validate()
 
 def ignored(*which): y = classes(N); y[[i for w in which for i in w]] = -100; return y
 def once(learn): learn.fit_one_cycle(2, .02)
@@ -88,11 +102,15 @@ cases = dict(
     dropped       = Case([4]*6, left_out={(0,1),(1,2)}),
     dropped_last  = Case([4]*8, left_out={(0,3),(1,7)}),
     dropped_all   = Case([4]*8, left_out={(1,0),(1,1),(1,2),(1,3)}),
-    n_samples     = Case([4]*8, acc=dict(n_step=4)),
     clip          = Case([4]*6, cbs=lambda: GradientClip(.1)),
     kept_sum      = Case([4]*6, loss_func=nn.CrossEntropyLoss(reduction='sum'), acc=dict(n_step=4, average=False)),
     unused        = Case([4]*6, model=Two, ddp=dict(find_unused_parameters=True)),
+    unused_long   = Case([[4]*5, [4]*4, [4]*4], model=Two, ddp=dict(find_unused_parameters=True)),
+    unused_drop   = Case([4]*8, model=Two, ddp=dict(find_unused_parameters=True), left_out={(0,3),(1,7)}),
     static        = Case([4]*6, ddp=dict(static_graph=True)),
+    static_long   = Case([[4]*5, [4]*4, [4]*4], ddp=dict(static_graph=True)),
+    find_then_fit = Case([4]*6, fit=lambda l: interrupted(l)),
+    short_epoch   = Case([2]*12, n_step=1, fit=lambda l: l.fit(2, .02), cbs=lambda: ShortEpochCallback(.4)),
     lr_find       = Case([4]*6, fit=find),
     lr_find_stops = Case([4]*6, fit=diverge),
     buffers       = Case([[4]*5, [4]*4, [4]*4], model=Buffered),
@@ -115,16 +133,17 @@ class Overflow(Callback):
 
 class InContext(Case):
     "`distrib_ctx` of fastai, which shares out the samples of one loader; a sample is repeated where their number does not divide"
-    def __init__(self, bs, n=N, drop_last=False, n_step=4, fit=None, acc=None, patch=False, cbs=None, then=None):
+    def __init__(self, bs, n=N, drop_last=False, n_step=4, fit=None, acc=None, patch=False, cbs=None, then=None, torch_dl=False, left_out=()):
         store_attr()
         self.y,self.loss_func,self.model = classes(N),None,small_model
     def several(self, rank, world):
         DistributedDL._broadcast = cpu_broadcast
         cbs = [*([] if self.patch else [AccumulateStep(**(self.acc or dict(n_step=self.n_step)))]), *L(self.cbs and self.cbs())]
         dls = make_dls(self.n, self.bs, self.y[:self.n], self.drop_last, shuffle=False, x=features(N)[:self.n])
-        learn = make_learner(dls, splitter=trainable_params, cbs=cbs)
+        if self.torch_dl: dls.loaders[0] = torch.utils.data.DataLoader(dls.train.dataset, self.bs, drop_last=self.drop_last)
+        learn,loader = make_learner(dls, splitter=trainable_params, cbs=[*cbs, self.dropper(rank)]),dls.train
         with learn.distrib_ctx(cpu=True, sync_bn=False), accumulation(self.n_step) if self.patch else nullcontext(): (self.fit or once)(learn)
-        assert not isinstance(learn.model, DDP) and type(learn.dls.train) is DataLoader, 'the context has left something behind'
+        assert not isinstance(learn.model, DDP) and learn.dls.train is loader and 'save' not in vars(learn), 'the context has left something behind'
         if self.then: self.then(learn)   # each process by itself
         return learn
     def alone(self, world):
@@ -137,7 +156,8 @@ class InContext(Case):
         each,(bs,k) = -(-self.n//world),(self.bs,self.n_step)
         idxs = (list(range(self.n))*2)[:each*world]
         n = each//bs//k*k*bs if self.drop_last else each
-        return [[i for r in range(world) for i in idxs[r*each:(r+1)*each][w:min(w+k*bs,n)]] for w in range(0, n, k*bs)]
+        parts = [[i if (r,j//bs) not in self.left_out else None for j,i in enumerate(idxs[r*each:(r+1)*each])] for r in range(world)]
+        return [[i for p in parts for i in p[w:min(w+k*bs,n)] if i is not None] for w in range(0, n, k*bs)]
 
 class Messages(Callback):
     "The bytes of each message that is sent for a micro-batch, and the gradients after its backward pass"
@@ -164,7 +184,10 @@ cases.update(
     ctx_drop_odd  = InContext(4, n=59, n_step=2, drop_last=True),
     ctx_patch     = InContext(4, n=90, patch=True),
     ctx_find      = InContext(4, n=90, fit=find),
-    ctx_samples   = InContext(4, n=90, n_step=2, acc=dict(n_samples=16)),
+    ctx_samples   = InContext(4, n=90, n_step=3, acc=dict(n_samples=20)),
+    ctx_torch     = InContext(4, n=90, drop_last=True, torch_dl=True),
+    ctx_drop_63   = InContext(4, n=63, n_step=2, drop_last=True),
+    ctx_amp_empty = InContext(4, n=90, cbs=lambda: OnCpu(init_scale=2.**10, growth_interval=2), left_out={(1,0),(1,1),(1,2),(1,3)}),
     ctx_after     = InContext(4, n=90, fit=lambda l: (l.fit(1, .02), l.fit_one_cycle(1, .02))),
     ctx_scaler    = InContext(4, n=90, cbs=lambda: [OnCpu(init_scale=2.**10, growth_interval=2), GradientClip(.1)]),
     ctx_overflow  = InContext(4, n=90, cbs=lambda: [OnCpu(init_scale=2.**10, growth_interval=2), Overflow()]),

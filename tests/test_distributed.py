@@ -56,7 +56,7 @@ def test_messages_of_a_window(results):
     n_bytes = sum(p.numel()*8 for p in small_model().parameters())
     for several in load(results(2), 'messages', 2):
         sent = [o for o,_ in several['seen']]
-        assert sent==[[16], [], [], [n_bytes,24], [], [], [], [n_bytes,24]]   # first the number of windows, once an epoch
+        assert sent==[[24], [], [], [n_bytes,24], [], [], [], [n_bytes,24]]   # first the number of windows, once an epoch
 
 def test_gradients_between_boundaries(results):
     "Those of the processes differ until the boundary, and are equal there"

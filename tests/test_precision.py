@@ -296,7 +296,7 @@ def test_under_ddp(tmp_path):
     try:
         model = nn.parallel.DistributedDataParallel(small_model())
         learn = make_learner(make_dls(64, 8), model, splitter=trainable_params, cbs=[AccumulateStep(4), GradAccumDtype()])
-        with pytest.raises(ValueError, match='GradAccumDtype: the model is a DistributedDataParallel'): learn.fit(1)
+        with pytest.raises(ValueError, match='GradAccumDtype: the model is in DistributedDataParallel'): learn.fit(1)
     finally: dist.destroy_process_group()
 
 def test_two():
