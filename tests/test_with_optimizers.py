@@ -56,7 +56,7 @@ torchs = [(o,kw) for o in (torch.optim.SGD,torch.optim.Adam,torch.optim.AdamW) f
 def test_torchs(opt, kw, works): works(*pair(opt_func=partial(OptimWrapper, opt=opt, **kw)))
 
 others = [o for o in 'Adagrad Adadelta Adamax ASGD NAdam RAdam RMSprop Rprop'.split() if hasattr(torch.optim, o)]
-@row('Optimizers', '`OptimWrapper` over other optimizers of PyTorch', note=', '.join(others))
+@row('Optimizers', '`OptimWrapper` over other optimizers of PyTorch', note='Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop')
 @pytest.mark.parametrize('opt', others)
 def test_other_torchs(opt, works): works(*pair(fit=lambda l: l.fit(2, .01), opt_func=partial(OptimWrapper, opt=getattr(torch.optim, opt))))
 
