@@ -167,7 +167,7 @@ compiler = pytest.mark.skipif(not shutil.which('g++'), reason='needs a C++ compi
 @pytest.mark.parametrize('backend', ['aot_eager', pytest.param('inductor', marks=[pytest.mark.slow,compiler])])
 @pytest.mark.filterwarnings('ignore')
 def test_compile(backend, works):
-    if not hasattr(torch, 'compile'): pytest.skip('needs PyTorch 2')
+    if not hasattr(torch, 'compile'): pytest.skip('needs PyTorch 2, which brought `torch.compile`')
     works(*pair(model=lambda: torch.compile(small_model(), backend=backend), splitter=trainable_params))
     torch._dynamo.reset()
 

@@ -200,7 +200,7 @@ def faw(monkeypatch, tmp_path):
 
 @row('Loggers', 'WandbCallback', note="fastai's own error in 2.8.12 (its issue 4173), with and without accumulation")
 def test_wandb(faw, works):
-    if not hasattr(faw, 'init_args'): pytest.skip('not in this release of fastai')
+    if not hasattr(faw, 'init_args'): pytest.skip('this release of fastai does not call `init_args`, where the error of 2.8.12 is')
     faw.wandb.init(project='p')
     with works.refused(TypeError, match='vars'): pair(lambda: faw.WandbCallback(log_preds=False))
     with pytest.raises(TypeError, match='vars'): make_learner(make_dls(76, 32), cbs=faw.WandbCallback(log_preds=False)).fit(1)
