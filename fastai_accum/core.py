@@ -34,7 +34,7 @@ class Window:
         self.shared = self.counted = False    # its loss has become its share of the window's; its gradient is in
         self.averaged = False                 # its gradients are those of all processes
         self.n_dropped = 0                    # micro-batches that were left out
-        self.ran,self.n_all = False,0         # the model has run; samples of all processes
+        self.ran,self.n_all = False,0         # the model has run, or the processes have prepared for it; samples of all processes
         self.bs,self.last = 0,None            # samples of the micro-batch in flight; the loss of the last one
         self.own = None                       # what `learn.loss` was before it became that of the window
         self.hypers = []                      # what the optimizer was set to before it
@@ -100,6 +100,8 @@ class Plan:
     n_done:int = 0     # Windows that have ended in this epoch
     n_drawn:int = 0    # Samples drawn in this epoch
     is_odd:bool=False  # Whether the last micro-batch drawn was not of size `bs`
+    seen:float=0.      # Several processes that add up samples: how much of the epoch they have drawn, of 1
+    n_more:int=1       # Several processes that add up samples: those that have more micro-batches
 
     @property
     def is_over(self): return self.drop_last and self.n_windows is not None and self.n_done>=self.n_windows
@@ -212,15 +214,14 @@ def _read_loss(self:AccumulateStep):
 @patch
 def _read_loader(self:AccumulateStep, dl, n_procs=1):
     "Plan the epoch, and refuse or warn where the request cannot mean what it says"
-    bs,n_step,n_samples = _batch_size(dl),self.n_step,self.n_samples
-    if n_procs>1 and n_samples:
-        if not bs: raise ValueError("AccumulateStep: n_samples over several processes needs a loader with a batch size; give n_step instead")
-        n_step,n_samples = -(-n_samples//(bs*n_procs)),None
+    n_step,n_samples,bs = self.n_step,self.n_samples,self._common_size(dl)
+    if n_procs>1 and n_samples and bs: n_step,n_samples = -(-n_samples//(bs*n_procs)),None
     self.plan = plan_epoch(dl, n_step, n_samples, self.drop_last)
+    if n_procs>1 and n_samples: self.plan.n_windows = None
     name,v,unit = ('n_step',n_step,'micro-batches') if n_samples is None else ('n_samples',n_samples,'samples')
     if n_samples and bs and v<bs:
         self._warn_once('bs', f"n_samples={v} is below the batch size {bs}, so every micro-batch is a window. n_samples counts samples, n_step micro-batches")
-    held = len(dl) if n_samples is None else self.plan.n_samples
+    held = len(dl) if n_samples is None else (self.plan.n_samples or 0)*n_procs
     if not held or v<=held: return
     if self.plan.drop_last:
         raise ValueError(f"AccumulateStep: {name}={v} is more than the {held} {unit} of an epoch and the tail is dropped, so no step would ever be made. "
@@ -252,7 +253,12 @@ def _find(self:AccumulateStep, n_procs):
     learn.n_epoch = learn.lr_finder.num_it//(self.plan.n_windows or 1) + 1
     if n_procs<2: return
     self._kept = deepcopy((get_model(learn.model).state_dict(), learn.opt.state_dict()))
-    self._borrow(learn, save=noop)
+    self._borrow(learn, save=self._save)
+
+@patch
+def _save(self:AccumulateStep, file, **kwargs):
+    "What `Learner.save` does, but not for `LRFinder`"
+    if not str(file).endswith('/_tmp'): return type(self.learn).save(self.learn, file, **kwargs)
 
 @patch
 def _found(self:AccumulateStep):
@@ -279,16 +285,42 @@ def before_train(self:AccumulateStep):
 @patch
 def _agree(self:AccumulateStep):
     plan,sign = self.plan,-1 if self.plan.drop_last else 1   # a dropped tail: windows that all of them can fill
-    n,nominal,least = self.group.max(sign*plan.n_windows, (plan.bs or 1)*plan.size, -plan.size)
+    n,nominal,least = self.group.max(sign*(plan.n_windows or 0), (plan.bs or 1)*plan.size, -plan.size)
     if not least: raise ValueError("AccumulateStep: the training loader of a process is empty; give each of them micro-batches")
-    plan.n_windows = int(sign*n)
+    if plan.n_windows is not None: plan.n_windows = int(sign*n)
     if self._nominal is None: self._nominal = nominal
+
+@patch
+def _common_size(self:AccumulateStep, dl):
+    "The batch size of `dl`, if that of the other processes is the same"
+    bs = _batch_size(dl)
+    if not (self.group and self.n_samples): return bs
+    largest,smallest = self.group.max(bs or 0, -(bs or 0))
+    return bs if largest==-smallest else None
+
+@patch
+def _add_up(self:AccumulateStep, bs, is_last):
+    "Whether the window is full with the `bs` samples of this process and those of the others, or ends because none of them has more"
+    win,plan,group = self.window,self.plan,self.group
+    n,plan.seen,plan.n_more = group.sum(win.n_samples+bs, self._seen()/group.n, not is_last)
+    if not win.ran: group.prepare()
+    win.ran = True
+    return n>=self.n_samples or (n>0 and not plan.n_more and not plan.drop_last)
 
 # %% ../nbs/core.ipynb #540cb5c0
 @patch
 def _full(self:AccumulateStep, more=0):
     "Whether the window is full, with `more` samples"
-    return self.window.n_micro>=self.plan.n_step if self.plan.n_step else self.window.n_samples+more>=self.n_samples
+    win,plan = self.window,self.plan
+    if plan.n_step: return win.n_micro>=plan.n_step
+    return win.boundary if self.group else win.n_samples+more>=self.n_samples
+
+@patch
+def _is_last(self:AccumulateStep, bs):
+    "Whether the micro-batch in flight, of `bs` samples, closes the window"
+    ends = self.learn.iter+1>=self.learn.n_iter
+    if self.group and not self.plan.n_step: return self._add_up(bs, ends)
+    return self._full(bs) or (ends and not self.plan.drop_last)
 
 # %% ../nbs/core.ipynb #29ad41c3
 @patch
@@ -303,7 +335,7 @@ def before_batch(self:AccumulateStep):
     if plan.drop_last and not win.open: win.hypers = [dict(h) for h in self.learn.opt.hypers]
     win.open,win.bs,win.dropped,win.shared,win.counted = True,bs,False,False,False
     win.n_micro += 1
-    win.boundary = self._full(bs) or (self.learn.iter+1>=self.learn.n_iter and not plan.drop_last)
+    win.boundary = self._is_last(bs)
     if self.group: self.group.sync(win.boundary)
 
 @patch
@@ -461,7 +493,7 @@ def _average(self:AccumulateStep,
     last = learn.loss if win.last is None else win.last
     if not self.averages: W = 1
     if isinstance(W, Tensor): factor,loss = torch.where(W>0, self._nominal/W, 1),torch.where(W>0, loss/W, last)
-    else:                     factor,loss = (self._nominal/W,loss/W) if W else (1/n,last)
+    else:                     factor,loss = (self._nominal/W,loss/W) if W else (1,last)
     win.factor = factor*n if self.averages else n
     self._scale_grads(win.factor)
     learn.loss = torch.as_tensor(loss, dtype=learn.loss.dtype, device=learn.loss.device)
@@ -532,6 +564,7 @@ def drop(self:AccumulateStep):
     win = self.window
     if not self.learn.training or not win.open or win.surplus: raise RuntimeError("AccumulateStep: drop is for a micro-batch of training that is in flight")
     if win.dropped: return
+    if self.group: self.group.check_drop()
     if win.counted: raise RuntimeError("AccumulateStep: drop comes too late, the backward pass of this micro-batch has begun; call it by `before_backward`")
     win.dropped = True
     win.n_dropped += 1; self.counts.n_dropped += 1
@@ -600,9 +633,13 @@ def _move_on(self:AccumulateStep):
     learn,plan = self.learn,self.plan
     learn.train_iter += 1
     if plan.n_windows: learn.pct_train += 1./(plan.n_windows*learn.n_epoch)
-    else:
-        seen = plan.n_drawn/plan.n_samples if plan.n_samples else (learn.iter+1)/learn.n_iter
-        learn.pct_train = (learn.epoch+seen)/learn.n_epoch
+    else: learn.pct_train = (learn.epoch + (plan.seen if self.group else self._seen()))/learn.n_epoch
+
+@patch
+def _seen(self:AccumulateStep):
+    "How much of the epoch has been drawn, of 1"
+    plan = self.plan
+    return plan.n_drawn/plan.n_samples if plan.n_samples else (self.learn.iter+1)/self.learn.n_iter
 
 # %% ../nbs/core.ipynb #217c62d4
 @patch
@@ -628,8 +665,17 @@ def _close(self:AccumulateStep):
 def _owed(self:AccumulateStep):
     "Whether there is a window to step on, though the loader has ended: a tail, or one that other processes have"
     win,plan = self.window,self.plan
-    if self.group and self.group.waits: return plan.n_done<plan.n_windows
+    if self.group and self.group.waits:
+        if not win.open: win.reset()
+        return self._await() if plan.n_windows is None else plan.n_done<plan.n_windows
     return win.open and not plan.drop_last and win.n_samples>0
+
+@patch
+def _await(self:AccumulateStep):
+    "Go along until the other processes have filled a window, or have ended too"
+    while self.plan.n_more:
+        if self._add_up(0, True): return True
+    return False
 
 @patch
 def after_cancel_train(self:AccumulateStep):
@@ -639,7 +685,6 @@ def after_cancel_train(self:AccumulateStep):
 @patch
 def _step_along(self:AccumulateStep):
     "Open a window for the step that other processes make"
-    self.window.reset()
     self.window.open = True
     for cb in self.learn.cbs.sorted('order'):
         if _is_a(cb, 'ParamScheduler'): cb('before_batch')
@@ -656,7 +701,7 @@ def after_train(self:AccumulateStep):
                 self._log_step() if win.n_samples or win.n_all else self._account()
     except CancelTrainException: self.learn('after_cancel_train')
     if win.open: self._drop_tail()
-    if self.group: self.group.sync(True)
+    if self.group: self.group.reset()
     if plan.drop_last and not plan.n_done and plan.n_drawn:
         self._warn_once('none', f"an epoch of {plan.n_drawn} samples made no step: it ended before its first window was full, and the tail is dropped")
 
@@ -688,7 +733,7 @@ def _drop_tail(self:AccumulateStep):
 def _throw_away(self:AccumulateStep):
     "Forget an open window and its gradients"
     self._give_back(); self._given.clear()
-    if self.group: self.group.sync(True); self.group.forget()
+    if self.group: self.group.reset()
     if not self.window.open: return
     self._clear_grads()
     self._account()

@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 class Processes:
     "What `AccumulateStep` asks of the processes that train `model` together; their gradients are averaged in its backward pass"
     waits = True   # one that has nothing left can step along with the others
+    def check_drop(self): "Raise an error if the micro-batch in flight cannot be left out; mostly it can"
+    def prepare(self): "Do what all processes do together in the first forward pass of a window; mostly nothing"
     def __init__(self,
         model:nn.Module, # Model that synchronises its gradients
         group=None # Process group; `None` is that of all processes
@@ -27,7 +29,7 @@ class Processes:
 def _reduce(self:Processes, op, vs):
     device = next(self.model.parameters()).device
     t = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in vs])
-    torch.distributed.all_reduce(t, op, self.group)
+    with self.explained(): torch.distributed.all_reduce(t, op, self.group)
     return t.tolist()
 
 @patch
@@ -45,12 +47,23 @@ class Replicas(Processes):
     "Processes that have a copy of the model each, in `DistributedDataParallel`"
     def __init__(self, ddp):
         super().__init__(ddp, ddp.process_group)
-        self.first = ddp.static_graph   # a static graph is recorded in the very first backward pass, which has to be a synchronised one
+        self.first,self.records = ddp.static_graph,False   # a static graph is recorded in the very first backward pass, which has to be a synchronised one
 
     def sync(self, on):
         "Let the next forward and backward pass synchronise, or not"
-        self.model.require_backward_grad_sync = on or self.first
-        self.first = False
+        self.records,self.first = self.first,False
+        self.model.require_backward_grad_sync = on or self.records
+
+    def check_drop(self):
+        "Refuse to go without the backward pass that the other processes wait for"
+        if self.records: raise RuntimeError("AccumulateStep: drop cannot leave out the first micro-batch of an epoch of a model with static_graph=True, "
+                                            "since all processes record the graph in it; leave out a later one, or do without static_graph")
+
+    def prepare(self):
+        "Do what the processes do together in the first forward pass of a window: buffers and buckets"
+        self.model.require_backward_grad_sync = False
+        with torch.enable_grad(): self.model._pre_forward()
+        self.model.require_forward_param_sync = False
 
     def average(self, ran):
         "Average the gradients as they are, in a backward pass that adds nothing; `ran` says whether the model has run in this window"
@@ -59,13 +72,15 @@ class Replicas(Processes):
         if marks_unused: ps = [p for p in ps if p.grad is not None] or ps[:1]
         self.sync(True)
         with torch.enable_grad():
-            if not ran: ddp._pre_forward()   # what the others have done in theirs: buffers and buckets
+            if not ran: ddp._pre_forward()
             ddp.require_forward_param_sync = True
             views = [p.view_as(p) for p in ps]
             ddp.reducer.prepare_for_backward(views if marks_unused else [])
             torch.autograd.backward(views, [torch.zeros_like(p) for p in ps])
 
-    def forget(self): "Nothing: gradients are in `.grad`"
+    def reset(self):
+        "Synchronise gradients and buffers from the next pass on"
+        self.model.require_backward_grad_sync = self.model.require_forward_param_sync = True
 
 # %% ../nbs/processes.ipynb #da2001c4
 class Shards(Processes):
@@ -80,8 +95,9 @@ class Shards(Processes):
         raise ValueError("AccumulateStep: a model in fully_shard needs a micro-batch at the end of each window in each process; "
                          "give them loaders of the same length, and leave no micro-batch out")
 
-    def forget(self):
-        "Throw away the gradients that have not been synchronised"
+    def reset(self):
+        "Synchronise from the next pass on, and throw away the gradients that have not been"
+        self.sync(True)
         for m in self.model.modules():
             group = m._get_fsdp_state()._fsdp_param_group if _is_sharded(m) else None
             for p in group.fsdp_params if group else []:
