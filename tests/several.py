@@ -1,6 +1,6 @@
 """What several processes train, and what one process trains on the same samples: started by `test_distributed`, once for each number of processes.
 
-    python several.py RANK WORLD PORT FOLDER SCENARIO..."""
+    python several.py RANK WORLD FOLDER CASE..."""
 import os,sys
 from contextlib import nullcontext
 from harness import *
@@ -36,26 +36,41 @@ def train(dls, model, cbs=None, loss_func=None, fit=None, opt_func=Adam):
 
 class Case:
     "Micro-batches of each process, and how they are trained on"
-    def __init__(self, sizes, n_step=4, y=None, loss_func=None, cbs=None, model=small_model, fit=None, ddp=None, acc=None, left_out=()):
+    def __init__(self, sizes, n_step=4, y=None, loss_func=None, cbs=None, model=small_model, fit=None, ddp=None, acc=None, left_out=(), leave=None, but=()):
         store_attr()
         self.y = classes(N) if y is None else y
     def dls(self, idxs): return DataLoaders(DataLoader(batches(idxs, self.y), bs=None), DataLoader(batches([list(range(16))], self.y), bs=None))
     def dropper(self, rank):
-        "Leaves micro-batches out, in the epoch where the case says so"
-        return Callback(after_loss=lambda cb: cb.accumulate_step.drop() if cb.training and (rank,cb.iter) in self.left_out else None)
+        "Leaves micro-batches out where the case says so, in the way that it says"
+        event,f = self.leave or ('after_loss', lambda cb: cb.accumulate_step.drop())
+        return Callback(**{event: lambda cb: f(cb) if cb.training and (rank,cb.iter) in self.left_out else None})
     def several(self, rank, world):
         "What process `rank` of `world` trains"
         cbs = [AccumulateStep(**(self.acc or dict(n_step=self.n_step))), self.dropper(rank), *L(self.cbs and self.cbs())]
-        return train(self.dls(cut(world, self.sizes)[rank]), DDP(self.model(), **(self.ddp or {})), cbs, self.loss_func, self.fit)
+        learn = train(self.dls(cut(world, self.sizes)[rank]), DDP(self.model(), **(self.ddp or {})), cbs, self.loss_func, self.fit)
+        assert learn.model.require_backward_grad_sync, 'a loop that is written by hand would not synchronise'
+        return learn
     def windows(self, world):
         "The samples of each window of all processes together"
-        cuts,n = cut(world, self.sizes),self.n_step
+        cuts,n,goal = cut(world, self.sizes),self.n_step,(self.acc or {}).get('n_samples')
         kept = [[m if (r,j) not in self.left_out else [] for j,m in enumerate(c)] for r,c in enumerate(cuts)]
-        res = [[i for c in kept for m in c[k:k+n] for i in m] for k in range(0, max(map(len, cuts)), n)]
+        at = lambda o, k: [i for c in o for m in c[k:k+1] for i in m]   # samples of the `k`th micro-batches
+        res = [[]]
+        for k in range(max(map(len, cuts))):
+            full = len(res[-1])+len(at(cuts, k))>=goal if goal else k%n==n-1
+            res[-1] += at(kept, k)
+            if full: res.append([])
+        if (self.acc or {}).get('drop_last'): res.pop()
         return [w for w in res if w]
     def alone(self, world):
         "What one process trains on the large batches"
         return train(self.dls(self.windows(world)), self.model(), self.cbs and self.cbs(), self.loss_func, self.fit)
+
+class Sized(Case):
+    "Loaders that have a batch size, another one in each process"
+    def dls(self, idxs):
+        flat,valid = [i for m in idxs for i in m],super().dls(idxs).valid
+        return DataLoaders(DataLoader([(features(N)[i], self.y[i]) for i in flat], bs=len(idxs[0]), shuffle=False), valid)
 
 class Two(nn.Module):
     "A branch that is used only where the first feature of the first sample is positive"
@@ -76,10 +91,43 @@ def interrupted(learn):
     except KeyboardInterrupt: pass
     learn.remove_cbs(learn.cbs.filter(lambda o: isinstance(o, LRFinder) or type(o) is Callback))
     learn.spy.steps = []
+    if isinstance(learn.model, DDP): in_the_middle(learn)
     learn.fit(2, .02)
     learn.validate()
 
+def in_the_middle(learn):
+    "Ctrl-C between two boundaries: a loop that is written by hand synchronises again"
+    def stop(cb):
+        if cb.iter==1: raise KeyboardInterrupt
+    with learn.added_cbs(Callback(after_backward=stop)):
+        try: learn.fit(1)
+        except KeyboardInterrupt: pass
+    assert learn.model.require_backward_grad_sync
+
+def unsaved(learn):
+    "An error before `LRFinder` begins: what is saved then is on the disk"
+    def stop(cb): raise ValueError('not now')
+    learn.path = Path(os.environ.get('SEVERAL_PATH', '.'))
+    with learn.added_cbs([LRFinder(num_it=3), Callback(before_fit=stop)]):
+        try: learn.fit(1)
+        except ValueError: pass
+    learn.save('kept')
+    assert rank_distrib() or (learn.path/'models'/'kept.pth').exists()
+    learn.fit(1, .02)
+
+class SkipsFirst(Callback):
+    "The first step is cancelled when its gradients are finished, and the next one takes them"
+    run_valid = False
+    def before_fit(self): self.skipped = False
+    def before_step(self):
+        if not self.skipped: self.skipped = True; raise CancelBatchException
+
+def no_backward(cb): raise CancelBackwardException
+def flat(learn): learn.fit(2, .02)
+of_unknown = dict(fit=flat, but=['step.pct_train'])   # the number of windows is not known, and the schedule goes by micro-batches
+
 def ignored(*which): y = classes(N); y[[i for w in which for i in w]] = -100; return y
+def of_class_0(*which): y = classes(N).clamp(min=1); y[[i for w in which for i in w]] = 0; return y
 def once(learn): learn.fit_one_cycle(2, .02)
 def find(learn, **kwargs):
     learn.path = Path(os.environ.get('SEVERAL_PATH', '.'))
@@ -113,6 +161,19 @@ cases = dict(
     short_epoch   = Case([2]*12, n_step=1, fit=lambda l: l.fit(2, .02), cbs=lambda: ShortEpochCallback(.4)),
     lr_find       = Case([4]*6, fit=find),
     lr_find_stops = Case([4]*6, fit=diverge),
+    sized         = Case([[1,7,2,5,3,4], [6,1,4,2,2,1], [3,3,1,1,5,2]], acc=dict(n_samples=9), **of_unknown),
+    sized_long    = Case([[1,7,2,5,3,4,1,1], [6,1,4], [3]], acc=dict(n_samples=9), **of_unknown),
+    sized_short   = Case([[3], [1,7,2,5,3,4,1,1], [6,1,4]], acc=dict(n_samples=9), **of_unknown),
+    sized_tail    = Case([[4,4,4,1], [3,3,3,3], [1,1,1,1]], acc=dict(n_samples=12, drop_last=True), fit=flat, but=['step.pct_train','pct_train']),
+    sized_drop    = Case([[1,7,2,5,3,4], [6,1,4,2,2,1]], acc=dict(n_samples=9), **of_unknown, left_out={(0,1),(1,2),(0,5)}),
+    sized_drop_all= Case([3]*6, acc=dict(n_samples=12), **of_unknown, left_out={(r,k) for r in range(3) for k in (0,1)}),
+    sized_other   = Sized([[4]*5, [2]*5, [1]*5], acc=dict(n_samples=20), **of_unknown),
+    early_drop    = Case([4]*8, left_out={(0,3),(1,5)}, leave=('before_batch', lambda cb: cb.accumulate_step.drop())),
+    buffers_drop  = Case([4]*8, model=Buffered, left_out={(0,3),(1,4),(1,5),(1,6),(1,7)}, leave=('before_batch', lambda cb: cb.accumulate_step.drop())),
+    no_backward   = Case([4]*8, left_out={(0,3),(1,5)}, leave=('before_backward', no_backward)),
+    rank_weighs_0 = Case([4]*4, loss_func=nn.CrossEntropyLoss(weight=tensor([0.,1.,3.]).double()), y=of_class_0(range(4,8), range(12,16), range(20,24), range(28,32))),
+    sized_buffers = Case([[1,7,2,5,3,4,1,1], [6,1,4], [3]], acc=dict(n_samples=9), **of_unknown, model=Buffered),
+    carried       = Case([2]*12, cbs=SkipsFirst, left_out={(r,k) for r in range(3) for k in range(4,8)}, fit=flat, but=['step.pct_train','step.train_iter','pct_train']),
     buffers       = Case([[4]*5, [4]*4, [4]*4], model=Buffered),
     buffers_long  = Case([[2]*9, [2]*3, [2]*1], model=Buffered),
 )
@@ -133,6 +194,7 @@ class Overflow(Callback):
 
 class InContext(Case):
     "`distrib_ctx` of fastai, which shares out the samples of one loader; a sample is repeated where their number does not divide"
+    leave,but = None,()
     def __init__(self, bs, n=N, drop_last=False, n_step=4, fit=None, acc=None, patch=False, cbs=None, then=None, torch_dl=False, left_out=()):
         store_attr()
         self.y,self.loss_func,self.model = classes(N),None,small_model
@@ -176,6 +238,7 @@ class Messages(Callback):
     def after_fit(self): dist.all_reduce = self.old
 
 cases['messages'] = Case([4]*8, cbs=Messages, fit=lambda l: l.fit(1, .02))
+cases['messages_sized'] = Case([3,5,4,2], cbs=Messages, acc=dict(n_samples=16), fit=lambda l: l.fit(1, .02), but=['step.pct_train'])
 cases.update(
     ctx           = InContext(4),
     ctx_tail      = InContext(4, n=90),
@@ -192,6 +255,7 @@ cases.update(
     ctx_scaler    = InContext(4, n=90, cbs=lambda: [OnCpu(init_scale=2.**10, growth_interval=2), GradientClip(.1)]),
     ctx_overflow  = InContext(4, n=90, cbs=lambda: [OnCpu(init_scale=2.**10, growth_interval=2), Overflow()]),
     ctx_then      = InContext(4, n=88, then=lambda l: l.fit_one_cycle(1, .02)),
+    ctx_unsaved   = InContext(4, n=90, fit=unsaved),
     ctx_clip      = InContext(4, n=90, cbs=lambda: GradientClip(.1)),
 )
 
@@ -232,17 +296,19 @@ def result(learn):
     but = 'buffers','iters','final_record','values','train_iter'
     return dict({k:whole(v) for k,v in snapshot(learn).items() if k not in but}, n_steps=len(learn.spy.steps), seen=getattr(learn, 'seen', None))
 
-def main(rank, world, port, folder, *names):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
+def main(rank, world, folder, *names):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR='127.0.0.1', MASTER_PORT='0')
     os.environ['SEVERAL_PATH'] = f'{folder}/{rank}'
     torch.set_num_threads(1)
-    dist.init_process_group('gloo', timeout=timedelta(seconds=30))
+    dist.init_process_group('gloo', f'file://{folder}/store', timedelta(seconds=30), world, rank)   # a file: no port that may be taken
     for nm in names:
         print(rank, nm, flush=True)
         torch.save(result(cases[nm].several(rank, world)), f'{folder}/{nm}.{rank}')
+    dist.barrier()   # or one may end while another still listens to it
     dist.destroy_process_group()
 
-cases['varying'] = Case([[3,8,2],[4,5,6]], acc=dict(n_samples=20))
+cases['static_drop'] = Case([4]*8, ddp=dict(static_graph=True), left_out={(1,0)})
+cases['cycle'] = Case([[1,7,2,5,3,4,1,1], [6,1,4]], acc=dict(n_samples=9))
 
 def breaks(rank):
     "An error in one process, in the middle of a window"
