@@ -33,7 +33,7 @@ class Window:
         self.dropped = False                  # the micro-batch in flight is left out
         self.shared = self.counted = False    # its loss has become its share of the window's; its gradient is in
         self.averaged = False                 # its gradients are those of all processes
-        self.n_dropped = 0                    # micro-batches that were left out
+        self.n_dropped,self.n_batches = 0,0   # micro-batches that were left out; batches of the loader, which may come in slices
         self.ran,self.n_all = False,0         # the model has run, or the processes have prepared for it; samples of all processes
         self.bs,self.last = 0,None            # samples of the micro-batch in flight; the loss of the last one
         self.own = None                       # what `learn.loss` was before it became that of the window
@@ -101,7 +101,7 @@ class Plan:
     n_drawn:int = 0    # Samples drawn in this epoch
     is_odd:bool=False  # Whether the last micro-batch drawn was not of size `bs`
     seen:float=0.      # Several processes that add up samples: how much of the epoch they have drawn, of 1
-    n_more:int=1       # Several processes that add up samples: those that have more micro-batches
+    n_running:int=1    # Several processes that add up samples: those that have more micro-batches
 
     @property
     def is_over(self): return self.drop_last and self.n_windows is not None and self.n_done>=self.n_windows
@@ -150,7 +150,9 @@ class AccumulateStep(Callback):
         self.counts,self.plan,self._nominal,self._is_new = Counts(),None,None,True
         self._borrowed,self._warned,self._bare = [],set(),set()
         self.window,self._given,self._carry = Window(),[],(0,0,[])
-        self.group,self._kept = None,None
+        self.group,self._kept,self._in_loop = None,None,False
+        self.host,self.part = None,None         # for `MicroBatch`: what `cbs` has in its place, and the slice in flight
+        self.late,self.agree = False,None       # for `MicroBatch`: average over processes only in the end, and after this
 
     __setattr__ = object.__setattr__   # fastai's looks for each name in the model too, to warn of shadowing
 
@@ -221,18 +223,26 @@ def _read_loader(self:AccumulateStep, dl, n_procs=1):
     name,v,unit = ('n_step',n_step,'micro-batches') if n_samples is None else ('n_samples',n_samples,'samples')
     if n_samples and bs and v<bs:
         self._warn_once('bs', f"n_samples={v} is below the batch size {bs}, so every micro-batch is a window. n_samples counts samples, n_step micro-batches")
-    held = len(dl) if n_samples is None else (self.plan.n_samples or 0)*n_procs
+    held = self._held(dl, n_procs)
     if not held or v<=held: return
     if self.plan.drop_last:
         raise ValueError(f"AccumulateStep: {name}={v} is more than the {held} {unit} of an epoch and the tail is dropped, so no step would ever be made. "
                          f"Lower {name} or pass drop_last=False")
     self._warn_once('epoch', f"{name}={v} is more than the {held} {unit} of an epoch: a window ends with its epoch, and each epoch makes one step")
 
+@patch
+def _held(self:AccumulateStep, dl, n_procs):
+    "How many micro-batches an epoch has, or samples if those are counted, in all processes"
+    n = self.plan.n_samples or 0
+    if self.plan.n_step: return self.group.max(len(dl))[0] if self.group else len(dl)
+    return self.group.sum(n)[0] if self.group else n*n_procs
+
 # %% ../nbs/core.ipynb #e207cc1a
 @patch
 def before_fit(self:AccumulateStep):
     "Start clean, and check the set-up"
     learn = self.learn
+    if self._in_loop: return   # a callback validates in the middle of an epoch
     self._clean_up()
     if learn.lock.locked(): return
     self._kept = None
@@ -240,7 +250,8 @@ def before_fit(self:AccumulateStep):
     self.group,dl = processes(learn.model),learn.dls.train
     n_procs = num_distrib() if any(_is_a(o, 'DistributedTrainer') for o in learn.cbs) else self.group.n if self.group else 1
     self._read_loader(dl if n_procs<2 or self.group or hasattr(dl, 'world_size') else _Part(dl, n_procs), n_procs)
-    learn.cbs = L(self) + learn.cbs.filter(lambda o: o is not self)   # the first, also of those whose `order` is as low
+    me = self.host or self
+    learn.cbs = L(me) + learn.cbs.filter(lambda o: o is not me)   # the first, also of those whose `order` is as low
     setattr(learn, self.name, self)
     if hasattr(learn, 'lr_finder'): self._find(n_procs)
     self._is_new = True
@@ -281,14 +292,22 @@ def before_train(self:AccumulateStep):
         self._bare = {id(p) for p in self._params() if p.grad is None}
     if self.group: self._agree()
 
-# %% ../nbs/core.ipynb #4fdb3d53
+# %% ../nbs/core.ipynb #aaba483d
 @patch
 def _agree(self:AccumulateStep):
-    plan,sign = self.plan,-1 if self.plan.drop_last else 1   # a dropped tail: windows that all of them can fill
-    n,nominal,least = self.group.max(sign*(plan.n_windows or 0), (plan.bs or 1)*plan.size, -plan.size)
+    "Find the windows of all processes: if the tail is dropped those that each of them can fill, else those that any of them has"
+    plan,sign,n_micro = self.plan,-1 if self.plan.drop_last else 1,_length(self.learn.dl)
+    n,nominal,most,least = self.group.max(sign*(plan.n_windows or 0), (plan.bs or 1)*plan.size, n_micro, -n_micro)
     if not least: raise ValueError("AccumulateStep: the training loader of a process is empty; give each of them micro-batches")
+    if most!=-least: self._check_uneven(int(-least), int(most))
     if plan.n_windows is not None: plan.n_windows = int(sign*n)
     if self._nominal is None: self._nominal = nominal
+
+@patch
+def _check_uneven(self:AccumulateStep, least, most):
+    why = None if self.group.waits else 'a model in fully_shard needs a micro-batch of each of them at the same time'
+    if getattr(self.learn.recorder, 'train_metrics', False): why = 'fastai gathers the metrics over the training set (train_metrics=True) at each micro-batch'
+    if why: raise ValueError(f"AccumulateStep: the training loaders of the processes have {least} to {most} micro-batches, but {why}; give them loaders of the same length")
 
 @patch
 def _common_size(self:AccumulateStep, dl):
@@ -302,23 +321,30 @@ def _common_size(self:AccumulateStep, dl):
 def _add_up(self:AccumulateStep, bs, is_last):
     "Whether the window is full with the `bs` samples of this process and those of the others, or ends because none of them has more"
     win,plan,group = self.window,self.plan,self.group
-    n,plan.seen,plan.n_more = group.sum(win.n_samples+bs, self._seen()/group.n, not is_last)
     if not win.ran: group.prepare()
     win.ran = True
-    return n>=self.n_samples or (n>0 and not plan.n_more and not plan.drop_last)
+    if not self._is_whole: return False
+    n,plan.seen,plan.n_running = group.sum(win.n_samples+bs, self._seen()/group.n, not is_last)
+    return n>=self.n_samples or (n>0 and not plan.n_running and not plan.drop_last)
+
+# %% ../nbs/core.ipynb #eac7dcc8
+@patch(as_prop=True)
+def _is_whole(self:AccumulateStep):
+    "Whether a batch of the loader ends with the micro-batch in flight"
+    return self.part is None or self.part[1]
 
 # %% ../nbs/core.ipynb #540cb5c0
 @patch
 def _full(self:AccumulateStep, more=0):
     "Whether the window is full, with `more` samples"
     win,plan = self.window,self.plan
-    if plan.n_step: return win.n_micro>=plan.n_step
-    return win.boundary if self.group else win.n_samples+more>=self.n_samples
+    if plan.n_step: return win.n_batches>=plan.n_step
+    return win.boundary if self.group else self._is_whole and win.n_samples+more>=self.n_samples
 
 @patch
 def _is_last(self:AccumulateStep, bs):
     "Whether the micro-batch in flight, of `bs` samples, closes the window"
-    ends = self.learn.iter+1>=self.learn.n_iter
+    ends = self._is_whole and self.learn.iter+1>=self.learn.n_iter
     if self.group and not self.plan.n_step: return self._add_up(bs, ends)
     return self._full(bs) or (ends and not self.plan.drop_last)
 
@@ -330,13 +356,14 @@ def before_batch(self:AccumulateStep):
     if not win.open: win.reset()
     n.n_micro += 1; n.n_samples += bs; n.n_thrown += bs; plan.n_drawn += bs
     if not plan.n_step and plan.is_odd: plan.n_windows = None   # not the last one was of another size, so the sizes vary
-    plan.is_odd,win.surplus = bs!=plan.bs,plan.is_over
+    if self._is_whole: plan.is_odd = (self.part[0] if self.part else bs)!=plan.bs
+    win.surplus = plan.is_over
     if win.surplus: raise CancelBatchException
     if plan.drop_last and not win.open: win.hypers = [dict(h) for h in self.learn.opt.hypers]
     win.open,win.bs,win.dropped,win.shared,win.counted = True,bs,False,False,False
-    win.n_micro += 1
+    win.n_micro += 1; win.n_batches += self._is_whole
     win.boundary = self._is_last(bs)
-    if self.group: self.group.sync(win.boundary)
+    if self.group: self.group.sync(win.boundary and not self.late)
 
 @patch
 def after_pred(self:AccumulateStep):
@@ -417,7 +444,7 @@ def _expected(self:AccumulateStep, w):
         kept = (y!=ignore).sum()
         w = w * y.numel() / (kept.clamp(min=1) if isinstance(w, Tensor) else max(kept.item(), 1))
     n = self.window.bs or 1   # for a weight of 0 any constant is exact
-    return (torch.where(w>0, w, n) if isinstance(w, Tensor) else w or n) * self.plan.size
+    return (torch.where(w>0, w, n) if isinstance(w, Tensor) else w or n) * self.plan.size * (self.part[0]/n if self.part else 1)
 
 # %% ../nbs/core.ipynb #3c136b83
 @patch
@@ -438,7 +465,7 @@ def before_backward(self:AccumulateStep):
 @patch
 def after_backward(self:AccumulateStep):
     "Note that a backward pass at the boundary has averaged the gradients over the processes"
-    if self.group: self.window.averaged = self.window.boundary and self.window.counted
+    if self.group: self.window.averaged = self.window.boundary and self.window.counted and not self.late
 
 # %% ../nbs/core.ipynb #a1c1e7fc
 def _count(win, micro, _):
@@ -475,6 +502,7 @@ def _totals(self:AccumulateStep):
     win,group = self.window,self.group
     if not group: return win.n_samples,win.weight,win.loss
     if not win.averaged:
+        if self.agree: self.agree()
         scaler = getattr(self.learn, 'scaler', None)
         if scaler is not None: scaler.scale(torch.zeros_like(self.learn.loss))   # it wants to have been used before a step
         group.average(win.ran)
@@ -496,7 +524,9 @@ def _average(self:AccumulateStep,
     else:                     factor,loss = (self._nominal/W,loss/W) if W else (1,last)
     win.factor = factor*n if self.averages else n
     self._scale_grads(win.factor)
-    learn.loss = torch.as_tensor(loss, dtype=learn.loss.dtype, device=learn.loss.device)
+    dtype = learn.loss.dtype
+    if self.group: dtype = torch.promote_types(next(learn.model.parameters()).dtype, torch.float32)   # one for all: this process may have had no loss yet
+    learn.loss = torch.as_tensor(loss, dtype=dtype, device=learn.loss.device)
 
 # %% ../nbs/core.ipynb #f430d198
 @patch
@@ -564,13 +594,20 @@ def drop(self:AccumulateStep):
     win = self.window
     if not self.learn.training or not win.open or win.surplus: raise RuntimeError("AccumulateStep: drop is for a micro-batch of training that is in flight")
     if win.dropped: return
-    if self.group: self.group.check_drop()
+    if self.group: self._check_drop()
     if win.counted: raise RuntimeError("AccumulateStep: drop comes too late, the backward pass of this micro-batch has begun; call it by `before_backward`")
     win.dropped = True
     win.n_dropped += 1; self.counts.n_dropped += 1
     if win.shared: self._leave()
 
-# %% ../nbs/core.ipynb #c28c7020
+# %% ../nbs/core.ipynb #13f36b4a
+@patch
+def _check_drop(self:AccumulateStep):
+    self.group.check_drop()
+    if getattr(self.learn.recorder, 'train_metrics', False):
+        raise RuntimeError("AccumulateStep: drop cannot leave out a micro-batch while fastai gathers the metrics over the training set (train_metrics=True), "
+                           "for which the other processes wait; set train_metrics=False")
+
 @patch
 def _leave(self:AccumulateStep):
     "Cancel the micro-batch, and do not show its loss to callbacks"
@@ -655,6 +692,7 @@ def _close(self:AccumulateStep):
     win,learn = self.window,self.learn
     win.boundary = win.closed = True
     if not win.n_samples and not self.group: return
+    for cb in learn.cbs.filter(_is_a, name='ParamScheduler') if self.group else (): cb('before_batch')   # no micro-batch of this process may have come so far
     try:
         learn._with_events(learn._step, 'step', CancelStepException)
         learn.opt.zero_grad()
@@ -673,7 +711,7 @@ def _owed(self:AccumulateStep):
 @patch
 def _await(self:AccumulateStep):
     "Go along until the other processes have filled a window, or have ended too"
-    while self.plan.n_more:
+    while self.plan.n_running:
         if self._add_up(0, True): return True
     return False
 
@@ -683,20 +721,13 @@ def after_cancel_train(self:AccumulateStep):
     if self.group: self.plan.n_windows = self.plan.n_done
 
 @patch
-def _step_along(self:AccumulateStep):
-    "Open a window for the step that other processes make"
-    self.window.open = True
-    for cb in self.learn.cbs.sorted('order'):
-        if _is_a(cb, 'ParamScheduler'): cb('before_batch')
-
-@patch
 def after_train(self:AccumulateStep):
     "Step on a tail that is still open, or throw it away"
     win,plan = self.window,self.plan
     try:
         with self._guard():
             while self._owed():
-                if not win.open: self._step_along()
+                win.open = True   # maybe not yet: a step that only the other processes have micro-batches for
                 self._close()
                 self._log_step() if win.n_samples or win.n_all else self._account()
     except CancelTrainException: self.learn('after_cancel_train')
@@ -758,10 +789,13 @@ def _guard(self:AccumulateStep):
         with self.group.explained() if self.group else nullcontext(): yield
     except BaseException: self._throw_away(); raise
 
-# %% ../nbs/core.ipynb #82846f8c
+# %% ../nbs/core.ipynb #c967915d
 @patch
 def _guarded(self:AccumulateStep, f):
-    with self._guard(): f()
+    old,self._in_loop = self._in_loop,True
+    try:
+        with self._guard(): f()
+    finally: self._in_loop = old
 
 @patch
 def before_epoch(self:AccumulateStep):
@@ -778,6 +812,7 @@ def _clean_up(self:AccumulateStep):
 @patch
 def after_fit(self:AccumulateStep):
     "Leave nothing behind"
+    if self._in_loop: return
     if not self.learn.lock.locked(): self._found()
     self._clean_up()
 

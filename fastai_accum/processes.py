@@ -14,15 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 # %% ../nbs/processes.ipynb #f3af65e1
 class Processes:
-    "What `AccumulateStep` asks of the processes that train `model` together; their gradients are averaged in its backward pass"
+    "What `AccumulateStep` asks of the processes that train `model` together; the backward pass of `model` averages gradients over them"
     waits = True   # one that has nothing left can step along with the others
-    def check_drop(self): "Raise an error if the micro-batch in flight cannot be left out; mostly it can"
-    def prepare(self): "Do what all processes do together in the first forward pass of a window; mostly nothing"
     def __init__(self,
         model:nn.Module, # Model that synchronises its gradients
         group=None # Process group; `None` is that of all processes
     ):
         self.model,self.group,self.n = model,group,torch.distributed.get_world_size(group)
+
+    def check_drop(self): "Raise an error if the micro-batch in flight cannot be left out; mostly it can"
+    def prepare(self): "Do what all processes do together in the first forward pass of a window; mostly nothing"
 
 # %% ../nbs/processes.ipynb #ed1a5d6e
 @patch
@@ -125,4 +126,5 @@ def explained(self:Processes):
     try: yield
     except RuntimeError as e:
         if not re.search('gloo|nccl|ProcessGroup', str(e), re.I): raise
-        raise RuntimeError("AccumulateStep: another process has ended, or did not come to this step before the timeout; its own error says why") from e
+        raise RuntimeError("AccumulateStep: another process has ended, or did not come to this step before the timeout. Its own error says why; "
+                           "if it has none, the processes have gathered different things, as a callback does that runs in one of them only") from e

@@ -357,3 +357,18 @@ def test_terminate_on_nan():
     a,b = (make_learner(make_dls(76, bs, y=y, shuffle=False), cbs=[TerminateOnNaNCallback()]+cbs) for bs,cbs in runs)
     for l in (a,b): l.fit(2)
     assert_same(a, b)
+
+@pytest.mark.parametrize('at', [2,3,4])
+def test_validation_in_the_middle_of_an_epoch(at):
+    "Wherever it is, the window keeps its gradients; fastai's `validate` leaves the learner in validation, and counts steps anew"
+    class Validates(Callback):
+        run_valid = False
+        def after_batch(self):
+            if self.iter!=at: return
+            dl,n_iter = self.dl,self.n_iter
+            self.learn.validate()
+            self.learn.dl,self.learn.n_iter,self.learn.iter,self.learn.training = dl,n_iter,at,True
+            self.model.train()
+    a,b = (make_learner(make_dls(76, bs), cbs=cbs) for bs,cbs in ((8,[AccumulateStep(4),Validates()]),(32,None)))
+    for learn in (a,b): learn.fit(1, .02)
+    assert rel(*([s['grads'] for s in o.spy.steps] for o in (a,b)))[0]<=TOL and len(b.spy.steps)==3
