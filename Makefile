@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/.installed
 
-.PHONY: help demo test test-all works docs readme bench bench-distributed clean
+.PHONY: help demo test test-all works docs readme bench bench-distributed bench-microbatch clean
 
 help: ## One line for each command
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -37,6 +37,9 @@ readme: $(READY) ## README.md from nbs/index.ipynb
 
 bench-distributed: $(READY) ## What two processes send, and how long it takes them over a slow link
 	$(BIN)/python benchmarks/distributed.py
+
+bench-microbatch: $(READY) ## What cutting a batch costs in time and saves in memory
+	$(BIN)/python benchmarks/microbatch.py
 
 bench: $(READY) ## What accumulation costs in time and memory
 	$(BIN)/python benchmarks/overhead.py

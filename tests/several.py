@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from harness import *
 from fastai.distributed import *
 from fastai_accum.patch import *
+from fastai_accum.microbatch import *
 from test_with_precision import OnCpu
 from torch.nn.parallel import DistributedDataParallel as DDP
 import torch.distributed as dist
@@ -60,7 +61,7 @@ class Case:
             full = len(res[-1])+len(at(cuts, k))>=goal if goal else k%n==n-1
             res[-1] += at(kept, k)
             if full: res.append([])
-        if (self.acc or {}).get('drop_last'): res.pop()
+        if (self.acc or {}).get('drop_last'): res = res[:-1] if goal else res[:min(map(len, cuts))//n]
         return [w for w in res if w]
     def alone(self, world):
         "What one process trains on the large batches"
@@ -122,6 +123,38 @@ class SkipsFirst(Callback):
     def before_step(self):
         if not self.skipped: self.skipped = True; raise CancelBatchException
 
+class Validates(Callback):
+    "Validates in the middle of a window, and sets back what fastai's `validate` leaves behind"
+    run_valid = False
+    def after_batch(self):
+        learn,window_ends = self.learn,not hasattr(self.learn, 'accumulate_step')
+        if self.iter!=(0 if window_ends else 4): return
+        was = {k:getattr(learn, k) for k in ('dl','iter','n_iter','xb','yb','pred','loss')}
+        learn.validate()
+        for k,v in was.items(): setattr(learn, k, v)
+        learn.training = True
+        learn.model.train()
+
+class Never(Two):
+    "A branch that is never used"
+    def forward(self, x): return self.a(x)
+
+def cut_unequally(learn):
+    "A fit that is cancelled before process 0 has run the model, and after process 1 has"
+    def stop(cb):
+        if cb.training and cb.iter==1: raise CancelTrainException
+    if isinstance(learn.model, DDP):
+        cbs = [Callback(before_batch=stop)]
+        if rank_distrib()==0: cbs.append(Callback(before_batch=lambda cb: cb.accumulate_step.drop() if cb.training and cb.iter==0 else None))
+        learn.fit(1, .02, cbs=cbs)
+    learn.spy.steps = []
+    learn.fit(1, .02)
+
+def with_train_metrics(learn):
+    learn.recorder.train_metrics,learn.metrics = True,accuracy
+    learn.fit(1, .02)
+
+def no_batch(cb): raise CancelBatchException
 def no_backward(cb): raise CancelBackwardException
 def flat(learn): learn.fit(2, .02)
 of_unknown = dict(fit=flat, but=['step.pct_train'])   # the number of windows is not known, and the schedule goes by micro-batches
@@ -171,8 +204,15 @@ cases = dict(
     early_drop    = Case([4]*8, left_out={(0,3),(1,5)}, leave=('before_batch', lambda cb: cb.accumulate_step.drop())),
     buffers_drop  = Case([4]*8, model=Buffered, left_out={(0,3),(1,4),(1,5),(1,6),(1,7)}, leave=('before_batch', lambda cb: cb.accumulate_step.drop())),
     no_backward   = Case([4]*8, left_out={(0,3),(1,5)}, leave=('before_backward', no_backward)),
+    late_start    = Case([4]*8, left_out={(1,k) for k in range(4)}, leave=('before_batch', no_batch)),
+    drop_uneven   = Case([[4]*8, [4]*4, [4]*5], acc=dict(n_step=4, drop_last=True)),
+    validates     = Case([[1,7,2,5,3,4], [6,1,4,2,2,1]], cbs=Validates, fit=flat, but=['step.pct_train','step.train_iter','pct_train','losses','lrs','hps','smooth_loss']),
+    unused_never  = Case([4]*8, model=Never, ddp=dict(find_unused_parameters=True), left_out={(1,k) for k in range(4)}),
+    static_unused = Case([[4]*5, [4]*4, [4]*4], ddp=dict(find_unused_parameters=True, static_graph=True)),
+    cut_unequally = Case([4]*8, model=Buffered, fit=cut_unequally),
     rank_weighs_0 = Case([4]*4, loss_func=nn.CrossEntropyLoss(weight=tensor([0.,1.,3.]).double()), y=of_class_0(range(4,8), range(12,16), range(20,24), range(28,32))),
     sized_buffers = Case([[1,7,2,5,3,4,1,1], [6,1,4], [3]], acc=dict(n_samples=9), **of_unknown, model=Buffered),
+    train_metrics = Case([4]*6, fit=with_train_metrics),
     carried       = Case([2]*12, cbs=SkipsFirst, left_out={(r,k) for r in range(3) for k in range(4,8)}, fit=flat, but=['step.pct_train','step.train_iter','pct_train']),
     buffers       = Case([[4]*5, [4]*4, [4]*4], model=Buffered),
     buffers_long  = Case([[2]*9, [2]*3, [2]*1], model=Buffered),
@@ -285,6 +325,34 @@ cases.update(
     cut_short        = Case([4]*8, fit=cut_short),
 )
 
+class Full(nn.Module):
+    "Runs out of memory in process 1, in the second epoch, when it sees more than two samples"
+    def __init__(self): super().__init__(); self.body = Buffered(); self.n = 0
+    def forward(self, x):
+        self.n += 1
+        if os.environ.get('RANK')=='1' and self.training and self.n>16 and len(x)>2: raise RuntimeError('CUDA out of memory')
+        return self.body(x)
+
+class Cut(Case):
+    "`MicroBatch` beside, in several processes only"
+    def alone(self, world):
+        cbs,self.cbs = self.cbs,None
+        learn = super().alone(world)
+        self.cbs = cbs
+        return learn
+
+cases.update(
+    cut          = Cut([[1,7,2,5,3], [6,1,4,2,2], [3,3,1,1,5]], cbs=lambda: MicroBatch(2)),
+    cut_coupled  = Cut([[1,7,2,5,3], [6,1,4,2,2], [3,3,1,1,5]], cbs=lambda: MicroBatch(2, coupled=True)),
+    cut_buffers  = Cut([[2]*9, [6]*3, [5]*1], model=Buffered, cbs=lambda: MicroBatch(2)),
+    cut_long     = Cut([[2]*9, [6]*3, [5]*1], model=Buffered, cbs=lambda: MicroBatch(2, coupled=True)),
+    cut_sized    = Cut([[1,7,2,5,3,4,1,1], [6,1,4], [3]], cbs=lambda: MicroBatch(2), acc=dict(n_samples=9), model=Buffered, **of_unknown),
+    auto         = Cut([4]*8, cbs=lambda: MicroBatch(), model=Full),
+    auto_coupled = Cut([4]*8, cbs=lambda: MicroBatch(coupled=True), model=Full),
+    auto_long    = Cut([[4]*9, [4]*7, [4]], n_step=2, cbs=lambda: MicroBatch(), model=Full),
+    auto_sized   = Cut([[1,7,2,5,3,4,1,1], [6,1,4,3,3], [3]], cbs=lambda: MicroBatch(), acc=dict(n_samples=9), model=Full, **of_unknown),
+)
+
 def whole(o):
     "Tensors of which each process has a part, put together"
     if isinstance(o, DTensor): return o.full_tensor()
@@ -308,6 +376,10 @@ def main(rank, world, folder, *names):
     dist.destroy_process_group()
 
 cases['static_drop'] = Case([4]*8, ddp=dict(static_graph=True), left_out={(1,0)})
+cases['empty'] = Case([[4]*4, []])
+cases['metrics_uneven'] = Case([[4]*5, [4]*4], fit=with_train_metrics)
+cases['metrics_drop'] = Case([4]*8, fit=with_train_metrics, left_out={(1,1)})
+cases['shards_long'] = Sharded([[4]*5, [4]*4])
 cases['cycle'] = Case([[1,7,2,5,3,4,1,1], [6,1,4]], acc=dict(n_samples=9))
 
 def breaks(rank):

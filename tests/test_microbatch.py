@@ -1,0 +1,456 @@
+"Batches in slices against whole batches"
+import pickle,pytest
+from harness import *
+from fastai_accum.microbatch import *
+from fastai_accum.patch import *
+from fastai_accum.clip import *
+from fastai_accum.precision import *
+from fastai_accum.skip import *
+from fastai.callback.mixup import *
+from test_with_precision import OnCpu
+
+def cycle(learn): learn.fit_one_cycle(2, .02)
+def train(cbs=(), n=76, bs=32, fit=cycle, model=None, drop_last=False, dls=None, **kwargs):
+    dls = dls(n, bs, drop_last=drop_last) if dls else make_dls(n, bs, drop_last=drop_last)
+    learn = make_learner(dls, model() if model else None, cbs=cbs, **kwargs)
+    torch.manual_seed(1); np.random.seed(1); random.seed(1)
+    fit(learn)
+    return learn
+
+modes = pytest.mark.parametrize('coupled', [False,True], ids=['plain','coupled'])
+
+@modes
+@pytest.mark.parametrize('drop_last', [False,True])
+@pytest.mark.parametrize('n', [64,76,75,40])
+@pytest.mark.parametrize('bs', [1,5,8,31,32,100])
+def test_same_as_the_whole_batch(coupled, drop_last, n, bs):
+    assert_same(train(MicroBatch(bs, coupled), n, drop_last=drop_last), train(n=n, drop_last=drop_last))
+
+@modes
+@pytest.mark.parametrize('n', [64,76])
+@pytest.mark.parametrize('acc', [dict(n_step=4),dict(n_step=3),dict(n_samples=32)], ids=str)
+def test_windows_of_split_batches(coupled, n, acc):
+    "In either order, and by `turn_on_accumulation`"
+    whole = train(AccumulateStep(**acc), n, 8)
+    assert_same(train([AccumulateStep(**acc),MicroBatch(3, coupled)], n, 8), whole)
+    assert_same(train([MicroBatch(3, coupled),AccumulateStep(**acc)], n, 8), whole)
+    with accumulation(**acc): assert_same(train(MicroBatch(3, coupled), n, 8), whole)
+    assert_same(train(MicroBatch(3, coupled), n, 8), train(n=n, bs=8))
+
+losses = dict(
+    weighted  = lambda: nn.CrossEntropyLoss(weight=tensor([1.,10.,3.]).double()),
+    ignoring  = lambda: nn.CrossEntropyLoss(ignore_index=1),
+    smooth    = lambda: nn.CrossEntropyLoss(label_smoothing=.1),
+    of_sum    = lambda: nn.CrossEntropyLoss(reduction='sum'))
+@modes
+@pytest.mark.parametrize('loss', losses)
+def test_losses(coupled, loss):
+    kwargs = dict(loss_func=losses[loss]())
+    engine = AccumulateStep(average=False) if loss=='of_sum' else AccumulateStep()
+    assert_same(train([MicroBatch(5, coupled),engine], **kwargs), train(**kwargs))
+
+def by_sample(f): return lambda p, y: f(p, y)
+def info_nce(p, y):
+    p = F.normalize(p, dim=1)
+    return F.cross_entropy(p@p.roll(1, 0).T/.1, torch.arange(len(p)))
+def rmse(p, y): return (p-F.one_hot(y, 3)).pow(2).mean().sqrt()
+def dice(p, y):
+    p,t = p.softmax(1),F.one_hot(y, 3)
+    return 1-(2*(p*t).sum(0)/(p+t).sum(0)).mean()
+def hardest_triplet(p, y):
+    p = p.tanh()   # or the gradient of the last bias is zero but for rounding, which Adam makes large
+    d,same = torch.cdist(p, p),y[:,None]==y
+    return (d.masked_fill(~same, 0).amax(1)-d.masked_fill(same, 9.).amin(1)+.5).relu().mean()
+def correlation(p, y):
+    p = p.tanh()   # as above
+    a,b = p[:,0]-p[:,0].mean(),y.double()-y.double().mean()
+    return 1-(a*b).sum()/(a.norm()*b.norm())
+
+@pytest.mark.parametrize('loss', [info_nce,rmse,dice,hardest_triplet,correlation], ids=lambda f: f.__name__)
+def test_losses_that_tie_samples(loss):
+    "Exact if they see all predictions; slice by slice they are other losses"
+    whole = train(loss_func=loss)
+    assert_same(train(MicroBatch(5, True), loss_func=loss), whole)
+    assert_same(train([MicroBatch(3, True),AccumulateStep(1)], loss_func=loss), whole)
+    assert worst(train(MicroBatch(5), loss_func=loss), whole)[0]>1e-3
+
+class Noisy(nn.Module):
+    "A model that draws from all sources, and has buffers"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a,self.drop,self.bn,self.b = nn.Linear(6,5),nn.Dropout(.5),nn.BatchNorm1d(5),nn.Linear(5,3)
+        self.double()
+        self.n = 0
+    def forward(self, x):
+        self.n += 1
+        scale = (1+random.random()+np.random.rand()) if self.training else 1
+        return self.b(self.bn(self.drop(self.a(x).tanh())*scale))
+
+class InSlices(Noisy):
+    "The same slice by slice, with the activations of all of them"
+    def forward(self, x): return torch.cat([super(InSlices, self).forward(o) for o in x.split(8)])
+
+one_group = dict(splitter=trainable_params)
+def test_the_second_pass_draws_what_the_first_has_drawn():
+    "Dropout masks are the same, batch norm moves once for each slice, and the next draws are as if there were no second pass"
+    a,b = train(MicroBatch(8, True), model=Noisy, **one_group),train(model=InSlices, **one_group)
+    assert_same(a, b)
+    assert a.model.bn.num_batches_tracked==b.model.bn.num_batches_tracked
+    assert a.model.n>b.model.n
+
+class Structured(nn.Module):
+    "Several inputs and outputs, nested"
+    def __init__(self, out): super().__init__(); torch.manual_seed(0); self.out,self.a,self.b = out,nn.Linear(6,3).double(),nn.Linear(2,3).double()
+    def forward(self, x, more):
+        a,b = self.a(x),self.b(more['side'])*more['scale']
+        return dict(both=a+b, rest=[a,(b,)]) if self.out is dict else (a+b,[a,b]) if self.out is tuple else a+b
+
+class Nested:
+    def __init__(self, n): self.n = n
+    def __len__(self): return self.n
+    def __getitem__(self, i): return features(80)[i],dict(side=features(80, 2)[i], scale=tensor(2.).double()),classes(80)[i],features(80, 3)[i]
+
+def nested_dls(n, bs, drop_last):
+    def collate(items):
+        x,more,y,z = zip(*items)
+        return torch.stack(x),dict(side=torch.stack([o['side'] for o in more]), scale=more[0]['scale'], name='side'),torch.stack(y),torch.stack(z)
+    dls = DataLoaders(*[DataLoader(Nested(k), bs=bs, create_batch=collate, drop_last=drop_last) for k in (n,24)])
+    dls.n_inp = 2
+    return dls
+
+@modes
+@pytest.mark.parametrize('out', [Tensor,tuple,dict])
+def test_nested_batches(coupled, out):
+    def loss(pred, y, z):
+        a = pred['both'] if out is dict else pred[0] if out is tuple else pred
+        b = pred['rest'][1][0] if out is dict else pred[1][1] if out is tuple else pred
+        return F.cross_entropy(a, y)+F.mse_loss(b.mean(1), z[:,0])
+    kwargs = dict(dls=nested_dls, model=partial(Structured, out), loss_func=loss, **one_group)
+    assert_same(train(MicroBatch(5, coupled), **kwargs), train(**kwargs))
+
+def test_slices_of_containers():
+    from collections import UserDict,namedtuple
+    P = namedtuple('P', 'x ids')
+    b = P(TensorImage(torch.ones(4,2)), np.arange(4)),UserDict(m=torch.zeros(4)),[torch.ones(4),None,'text'],3
+    a,c = slices(b, 3)
+    assert type(a[0]) is P and type(a[0].x) is TensorImage and [o[0].ids.tolist() for o in (a,c)]==[[0,1,2],[3]]
+    assert type(a[1]) is UserDict and len(a[1]['m'])==3 and len(b[1]['m'])==4
+    assert [len(o[2][0]) for o in (a,c)]==[3,1] and a[2][1:]==[None,'text'] and a[3]==3
+
+packed = nn.utils.rnn.pack_sequence([torch.ones(3),torch.ones(2)])
+bad = {
+    'batch[1] has shape (2, 5), but batch[0] has 5 samples': (torch.ones(5), torch.ones(2,5)),
+    "batch[0]['m'] has shape (3,), but batch[0]['x'] has 5": (dict(x=torch.ones(5), m=torch.ones(3)),),
+    'the batch has no tensor': ('text',),
+    'batch[0] is a PackedSequence': (packed,),
+}
+@pytest.mark.parametrize('msg', bad)
+def test_batches_that_cannot_be_cut(msg):
+    with pytest.raises(ValueError, match=re.escape(f'MicroBatch: {msg}')+'.*split=f'): slices(bad[msg], 2)
+
+@pytest.mark.parametrize('kwargs,msg', [
+    (dict(bs=0), 'bs must be an int of at least 1'), (dict(bs=2.5), 'bs must be'), (dict(bs=True), 'bs must be'), (dict(bs='big'), "or 'auto', got 'big'"),
+    (dict(coupled=1), 'coupled must be True or False, got 1'), (dict(valid=None), 'valid must be'), (dict(split=3), 'split must be a function')])
+def test_bad_arguments(kwargs, msg):
+    with pytest.raises(ValueError, match=f'MicroBatch: .*{re.escape(msg)}'): MicroBatch(**{**dict(bs=8), **kwargs})
+
+@modes
+def test_split(coupled):
+    "Samples along the second dimension"
+    class Turned(nn.Module):
+        def __init__(self): super().__init__(); self.m = small_model()
+        def forward(self, x): return self.m(x.T)
+    def dls(n, bs, drop_last):
+        x,y = features(80),classes(80)
+        return DataLoaders(*[DataLoader([(x[i:min(i+bs,k)].T,y[i:min(i+bs,k)]) for i in range(0, k, bs)], bs=None) for k in (n,24)])
+    def split(b, bs): return [(b[0][:,i:i+bs],b[1][i:i+bs]) for i in range(0, b[0].shape[1], bs)]
+    kwargs = dict(dls=dls, model=Turned, **one_group)
+    assert_same(train(MicroBatch(5, coupled, split=split), **kwargs), train(**kwargs))
+    with pytest.raises(ValueError, match='MicroBatch: split must return a list of slices, each with the 2 elements'):
+        train(MicroBatch(5, coupled, split=lambda b, bs: [b[0]]), **kwargs)
+
+class Packed(nn.Module):
+    "Texts of any length one after the other, and where each of them starts"
+    def __init__(self): super().__init__(); torch.manual_seed(0); self.bag,self.out = nn.EmbeddingBag(20, 5).double(),nn.Linear(5, 3).double()
+    def forward(self, tokens, starts): return self.out(self.bag(tokens, starts))
+
+def packed_dls(n, bs, drop_last):
+    texts = [torch.arange(i, i+1+i%5)%20 for i in range(80)]
+    def batch(i, j): return torch.cat(texts[i:j]),tensor([0]+[len(o) for o in texts[i:j-1]]).cumsum(0),classes(80)[i:j]
+    dls = DataLoaders(*[DataLoader([batch(i, min(i+bs,k)) for i in range(0, k, bs)], bs=None) for k in (n,24)])
+    dls.n_inp = 2
+    return dls
+
+def split_packed(b, bs):
+    tokens,starts,*ys = b
+    ends = [*starts[1:].tolist(), len(tokens)]
+    parts = range(0, len(starts), bs)
+    return [(tokens[starts[i]:ends[min(i+bs, len(starts))-1]], starts[i:i+bs]-starts[i], *(y[i:i+bs] for y in ys)) for i in parts]
+
+@modes
+def test_packed_texts(coupled):
+    kwargs = dict(dls=packed_dls, model=Packed, **one_group)
+    assert_same(train(MicroBatch(5, coupled, split=split_packed), **kwargs), train(**kwargs))
+
+@modes
+def test_lr_find(coupled, tmp_path):
+    def find(learn):
+        learn.path = tmp_path
+        learn.lr_find(num_it=15, stop_div=False, show_plot=False)
+        learn.fit(1)
+    assert_same(train(MicroBatch(5, coupled), fit=find), train(fit=find))
+
+class Sizes(nn.Module):
+    def __init__(self, out=3): super().__init__(); self.m,self.sizes = small_model(),[]
+    def forward(self, x): self.sizes.append((self.training,len(x))); return self.m(x)
+
+@modes
+def test_validation_in_slices(coupled):
+    "The model never sees more than a slice; loss and metrics see whole batches"
+    seen = []
+    def metric(p, y): seen.append(len(y)); return rmse(p, y)   # no mean of those of slices
+    kwargs = dict(metrics=metric, model=Sizes, **one_group)
+    a,b,c = (train(o, **kwargs) for o in (MicroBatch(5, coupled),None,MicroBatch(5, coupled, valid=False)))
+    assert_same(a, b)
+    assert_same(c, b)
+    assert max(n for t,n in c.model.sizes if not t)==16 and max(n for t,n in c.model.sizes if t)==5
+    assert max(n for _,n in a.model.sizes)==5 and set(seen)=={16,8}
+    for x,y in zip(a.get_preds(with_loss=True), b.get_preds(with_loss=True)): assert rel(x, y)[0]<=TOL
+    assert rel(a.validate(), b.validate())[0]<=TOL
+    assert max(n for _,n in a.model.sizes)==5
+
+def test_validation_in_the_middle_of_an_epoch():
+    "The loops are nested, and the outer one goes on with slices; fastai's `validate` leaves the learner in validation, and counts anew"
+    class Middle(Callback):
+        run_valid = False
+        def after_step(self):
+            if self.iter: return
+            self.learn.validate()
+            self.learn.training = True
+            self.model.train()
+    a,b = (train([Middle(),*L(o)], model=Sizes, fit=lambda l: l.fit(1), **one_group) for o in (MicroBatch(5),None))
+    assert rel(*([s['grads'] for s in o.spy.steps] for o in (a,b)))[0]<=TOL and len(b.spy.steps)==3
+    assert max(n for _,n in a.model.sizes)==5
+
+others = dict(clip=lambda: GradientClip(.1), adaptive=lambda: AdaptiveGradientClip(.01), scaler=lambda: OnCpu(init_scale=2.**10, growth_interval=2),
+              metrics=lambda: None, freeze=lambda: BnFreeze(), skip_first=lambda: SkipToEpoch(1))
+@modes
+@pytest.mark.parametrize('name', others)
+def test_beside_others(coupled, name):
+    kwargs = dict(metrics=accuracy) if name=='metrics' else {}
+    a,b = train([MicroBatch(5, coupled),*L(others[name]())], **kwargs),train(L(others[name]()), **kwargs)
+    assert_same(a, b)
+
+@modes
+def test_metrics_over_the_training_set(coupled):
+    def fit(learn): learn.recorder.train_metrics = True; cycle(learn)
+    assert_same(train(MicroBatch(5, coupled), metrics=accuracy, fit=fit), train(metrics=accuracy, fit=fit))
+
+@modes
+def test_sums_in_another_dtype(coupled):
+    "`GradAccumDtype` and `SkipNonFinite` find the windows, whatever the order of the callbacks"
+    assert_same(train([GradAccumDtype(torch.float64),SkipNonFinite(),MicroBatch(5, coupled)]), train())
+
+class StackedCE(nn.CrossEntropyLoss): y_int = True   # as fastai's: MixUp mixes losses, not targets
+
+@pytest.mark.parametrize('mix', [MixUp,CutMix])
+def test_mixup(mix, monkeypatch):
+    "Coupled, it draws as it does without; else within each slice, and trains"
+    def images(n, bs, drop_last): return make_dls(n, bs, x=features(80, 16).view(80,1,4,4), y=classes(80), drop_last=drop_last)
+    def model(): return nn.Sequential(nn.Flatten(), small_model(16))
+    def mixer(): cb = mix(.4); cb.distrib = torch.distributions.Beta(*torch.tensor([.4,.4])); return cb
+    torch.set_default_dtype(torch.float64)   # of λ
+    try: a,b,c = (train([mixer(),*L(o)], dls=images, model=model, loss_func=StackedCE(), **one_group) for o in (MicroBatch(8, True),None,MicroBatch(8)))
+    finally: torch.set_default_dtype(torch.float32)
+    assert_same(a, b)
+    assert len(c.spy.steps)==len(b.spy.steps) and 0<rel(c.recorder.losses, b.recorder.losses)[0]<1
+
+class Stop(Callback):
+    "Raise an error, or Ctrl-C, in a slice"
+    run_valid = False
+    def __init__(self, event, err, at=3): self.err,self.at = err,at; setattr(self, event, self._stop)
+    def before_fit(self): self.k = 0
+    def _stop(self):
+        self.k += 1
+        if self.k==self.at: raise self.err
+
+@modes
+@pytest.mark.parametrize('err', [ValueError('no'),KeyboardInterrupt(),CancelEpochException(),CancelTrainException(),CancelFitException()], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize('event', ['before_batch','after_pred','after_loss','after_backward','after_batch'])
+def test_nothing_is_left(coupled, err, event):
+    "After whatever end, the next fit is one that never was interrupted"
+    stop = Stop(event, err)
+    def fit(learn):
+        before = [p.detach().clone() for p in learn.model.parameters()]
+        with learn.added_cbs(stop):
+            try: learn.fit(1, .02)
+            except (ValueError,KeyboardInterrupt): pass
+        assert 'one_batch' not in vars(learn) and 'forward' not in vars(learn.model) and learn.accumulate_step.part is None
+        with torch.no_grad():
+            for p,q in zip(learn.model.parameters(), before): p.copy_(q)
+        learn.create_opt(); learn.spy.steps = []
+        random.seed(0); learn.dls.train.rng.seed(1)
+        cycle(learn)
+    def clean(learn): random.seed(0); learn.dls.train.rng.seed(1); cycle(learn)
+    assert_same(train(MicroBatch(5, coupled), fit=fit), train(fit=clean))
+
+def test_removed():
+    "Its own `AccumulateStep` goes with it"
+    learn = train(MicroBatch(5))
+    assert not learn.cbs.filter(lambda o: isinstance(o, AccumulateStep)) and learn.accumulate_step.counts.n_steps==6
+    assert pickle.loads(pickle.dumps(learn.micro_batches)).bs==5
+    learn.remove_cb(MicroBatch)
+    assert not hasattr(learn, 'accumulate_step') and not hasattr(learn, 'micro_batches')
+    n = len(learn.spy.steps)
+    learn.fit(1)
+    assert len(learn.spy.steps)==n+3
+
+def test_only_one():
+    learn = make_learner(make_dls(64, 32)).micro_batch(4).micro_batch(8)
+    assert learn.micro_batches.bs==8 and len(learn.cbs.filter(lambda o: isinstance(o, MicroBatch)))==1
+    with pytest.raises(ValueError, match='MicroBatch: cbs of the learner and of this fit hold more than one'): learn.fit(1, cbs=MicroBatch(4))
+
+# A limited memory: the model runs out of it by the size of its input
+
+class Small(Noisy):
+    "Runs out of memory when a slice has more than `limit` samples, or tokens in all"
+    def __init__(self, limit, where='forward', err=None): super().__init__(); self.limit,self.where,self.sizes,self.err = limit,where,[],err
+    def raise_(self, *_): raise self.err or torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB')
+    def forward(self, x):
+        self.sizes.append(len(x))
+        out,full = super().forward(x),self.training and len(x)>self.limit
+        if full and self.where=='forward': self.raise_()
+        if full and out.requires_grad: out.register_hook(self.raise_)
+        return out
+
+@modes
+@pytest.mark.parametrize('where', ['forward','backward'])
+@pytest.mark.parametrize('n_step,bs,limit', [(1,32,8),(1,30,7),(4,8,2),(3,8,5)])
+@pytest.mark.parametrize('scaler', [False,True])
+def test_auto(coupled, where, n_step, bs, limit, scaler):
+    "The run that had used the slice that fits from the beginning, to the last bit"
+    found = bs
+    while found>limit: found = -(-found//2)
+    more = lambda: [AccumulateStep(n_step)] + [OnCpu(init_scale=2.**10, growth_interval=2)]*scaler
+    def fit(learn): learn.recorder.train_metrics = True; cycle(learn)
+    kwargs = dict(bs=bs, fit=fit, metrics=accuracy, **one_group)
+    a = train([MicroBatch('auto', coupled),*more()], model=partial(Small, limit, where), **kwargs)
+    b = train([MicroBatch(found, coupled),*more()], model=Noisy, **kwargs)
+    assert_same(a, b, tol=0)
+    assert a.accumulate_step.counts==b.accumulate_step.counts
+    assert not torch.is_autocast_enabled('cpu') and max(a.model.sizes[-5:])<=found
+
+def test_auto_says_what_it_has_found(capsys):
+    learn = train(MicroBatch(), model=partial(Small, 8), **one_group)
+    assert capsys.readouterr().out.count('MicroBatch: memory ran out, and batches of 32 are now cut into slices of 8\n')==1
+    n = len(learn.model.sizes)
+    learn.fit(1)
+    assert max(learn.model.sizes[n:])==8 and not capsys.readouterr().out   # remembered
+
+def test_auto_goes_by_shape():
+    "Longer samples than those that did not fit are not tried in slices of that size, and shorter ones are"
+    class Texts(nn.Module):
+        def __init__(self): super().__init__(); self.l,self.seen = nn.Linear(1,3).double(),[]
+        def forward(self, x):
+            if self.training: self.seen.append(tuple(x.shape))
+            if self.training and x.numel()>64: raise torch.OutOfMemoryError('CUDA out of memory')
+            return self.l(x.mean(1, keepdim=True))
+    def dls(n, bs, drop_last):
+        bs = [(features(16, d),classes(16)) for d in (4,8,8,4,12,3)]
+        return DataLoaders(DataLoader(bs, bs=None), DataLoader(bs[:1], bs=None))
+    learn = train(MicroBatch(), dls=dls, model=Texts, fit=lambda l: l.fit(1), **one_group)
+    assert learn.model.seen==[(16,4), (16,8),(8,8),(8,8), (8,8),(8,8), (16,4), (8,12),(4,12),(4,12),(4,12),(4,12), (16,3)]
+
+def test_auto_below_one():
+    class Never(nn.Module):
+        def __init__(self): super().__init__(); self.l = nn.Linear(6,3).double()
+        def forward(self, x): raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    with pytest.raises(RuntimeError, match='MicroBatch: memory runs out even with one sample at a time; tried slices of 32, 16, 8, 4, 2, 1 of 32 samples'):
+        train(MicroBatch(), model=Never, **one_group)
+
+@modes
+@pytest.mark.parametrize('where', ['forward','backward'])
+def test_auto_lets_other_errors_through(coupled, where):
+    err = RuntimeError('mat1 and mat2 shapes cannot be multiplied')
+    learn = make_learner(make_dls(64, 32), Small(8, where, err), cbs=MicroBatch('auto', coupled), **one_group)
+    with pytest.raises(RuntimeError, match='mat1 and mat2'): learn.fit(1)
+    assert set(learn.model.sizes)=={32}
+
+def test_auto_keeps_gradients_in_validation():
+    learn = make_learner(make_dls(64, 16), cbs=MicroBatch())
+    learn.fit(1)
+    for p in learn.model.parameters(): p.grad = torch.ones_like(p)
+    at = learn.model[0].register_forward_hook(lambda m, x, out: Small.raise_(SimpleNamespace(err=None)) if len(out)>4 else None)
+    learn.validate()
+    at.remove()
+    assert all((p.grad==1).all() for p in learn.model.parameters()) and learn.micro_batches._failed
+
+@modes
+def test_auto_validates_in_a_window(coupled):
+    "A validation in the middle of a window, with memory running out before and after it: the window is gone back to as a whole"
+    class Middle(Callback):
+        run_valid = False
+        def after_batch(self):
+            if self.iter!=1 or not self.accumulate_step._is_whole: return
+            dl,n_iter = self.dl,self.n_iter
+            self.learn.validate()
+            self.learn.dl,self.learn.n_iter,self.learn.iter,self.learn.training = dl,n_iter,1,True
+            self.model.train()
+    class At(Sizes):
+        def forward(self, x):
+            if self.training and len(x)>4 and len(self.sizes)>3: raise torch.OutOfMemoryError('CUDA out of memory')
+            return super().forward(x)
+    kwargs = dict(bs=8, n=64, fit=lambda l: l.fit(1, .02), **one_group)
+    a,b = train([MicroBatch(coupled=coupled),AccumulateStep(4),Middle()], model=At, **kwargs),train(AccumulateStep(4), model=Sizes, **kwargs)
+    assert rel(*([s['grads'] for s in o.spy.steps] for o in (a,b)))[0]<=TOL and len(b.spy.steps)==2
+    assert a.model.sizes[:4]==[(True,8),(True,8),(False,16),(False,8)] and (True,8) not in a.model.sizes[4:]
+
+def test_auto_in_validation():
+    "Only the validation batches are too large"
+    class Valid(Sizes):
+        def forward(self, x):
+            if not self.training and len(x)>4: raise torch.OutOfMemoryError('CUDA out of memory')
+            return super().forward(x)
+    assert_same(train(MicroBatch(), bs=4, model=Valid, **one_group), train(bs=4, model=Sizes, **one_group))
+
+# Models with a state
+
+class TokenLoss(nn.CrossEntropyLoss):
+    def forward(self, pred, y): return super().forward(pred.flatten(0,1), y.flatten())
+
+def texts_dls(n, bs, drop_last):
+    "A language model's batches: row `i` goes on where row `i` of the batch before has ended"
+    from fastai.text.data import LMDataLoader
+    ids = torch.randint(2, 20, (n*bs,), generator=torch.Generator().manual_seed(0))
+    return DataLoaders(*[LMDataLoader([(ids,)], lens=[len(ids)], bs=bs, seq_len=7, shuffle=False, num_workers=0) for _ in range(2)])
+
+def language_model(p=0.):
+    from fastai.text.models.awdlstm import AWD_LSTM,awd_lstm_lm_config
+    from fastai.text.models.core import get_language_model
+    config = {**awd_lstm_lm_config, **dict(emb_sz=6, n_hid=8, n_layers=2, output_p=p, hidden_p=p, input_p=p, embed_p=p, weight_p=p or 1e-20)}   # fastai fails for a weight_p of 0
+    torch.manual_seed(0)
+    return get_language_model(AWD_LSTM, 20, config).double()
+
+@modes
+@pytest.mark.parametrize('cb', [dict(bs=4),dict(bs=5),dict(bs=5, n_step=2)], ids=str)
+def test_a_model_with_a_state(coupled, cb):
+    "Each slice goes on with the state of its own rows"
+    from fastai.callback.rnn import rnn_cbs
+    n_step = cb.get('n_step', 1)
+    kwargs = dict(dls=texts_dls, model=language_model, n=40, bs=16, loss_func=TokenLoss(), splitter=trainable_params)
+    a = train([*rnn_cbs(0., 0.),AccumulateStep(n_step),MicroBatch(cb['bs'], coupled)], **kwargs)
+    b = train([*rnn_cbs(0., 0.),AccumulateStep(n_step)], **kwargs)
+    assert_same(a, b)
+    assert len(a.model[0].hidden[0][0][0])==16
+
+def test_the_second_pass_of_a_model_with_a_state():
+    "With all kinds of dropout: the gradients are those of slices whose activations are kept"
+    from fastai.callback.rnn import rnn_cbs
+    import fastai_accum.microbatch as m
+    kwargs = dict(dls=texts_dls, model=partial(language_model, .3), n=40, bs=16, loss_func=TokenLoss(), splitter=trainable_params)
+    a = train([*rnn_cbs(2., 1.),MicroBatch(5, True)], **kwargs)
+    twice,m._twice = m._twice,lambda model, state, was, f, part: f(*part)
+    try: b = train([*rnn_cbs(2., 1.),MicroBatch(5, True)], **kwargs)
+    finally: m._twice = twice
+    assert_same(a, b)
