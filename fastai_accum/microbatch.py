@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.checkpoint import checkpoint
 from .core import AccumulateStep,_is_a
-from .rewind import RandomState,WindowState,is_out_of_memory
+from .rewind import Buffers,RandomState,WindowState,is_out_of_memory
 
 # %% ../nbs/microbatch.ipynb #f9030260
 def _leaves(o, path='batch'):
@@ -44,10 +44,10 @@ def _map(f, o, *others):
         res = copy(o)   # keeps what a dictionary of transformers knows besides
         for k in o: res[k] = _map(f, o[k], *(p[k] for p in others))
         return res
-    if isinstance(o, (list,tuple,L)):
-        res = [_map(f, *vs) for vs in zip(o, *others)]
-        return type(o)(*res) if hasattr(o, '_fields') else type(o)(res)
+    if isinstance(o, (list,tuple,L)): return _like(o, [_map(f, *vs) for vs in zip(o, *others)])
     return o
+
+def _like(o, vs): return type(o)(*vs) if hasattr(o, '_fields') else type(o)(vs)   # a named tuple takes them one by one
 
 # %% ../nbs/microbatch.ipynb #b648c990
 def slices(
@@ -56,17 +56,38 @@ def slices(
 )->list:
     "Cut `b` along the first dimension into slices of `bs` samples; the last one may be smaller"
     n = _n_rows(b)
-    return [_map(lambda o: o[i:i+bs] if o.ndim else o, b) for i in range(0, n, bs)]
+    def cut(o, i):
+        if isinstance(o, (list,L)) and len(o)==n and not _leaves(o): return o[i:i+bs]   # texts, or names of files
+        if isinstance(o, (list,tuple,L)): return _like(o, [cut(v, i) for v in o])
+        return _map(lambda x: x[i:i+bs] if x.ndim else x, o)
+    return [_like(b, [cut(o, i) for o in b]) for i in range(0, n, bs)]
 
-# %% ../nbs/microbatch.ipynb #e3afb764
+# %% ../nbs/microbatch.ipynb #25019c8d
+def _fit(o, n): return all(x.ndim and x.shape[0]==n for _,x in _leaves(o))
+
+def _join(path, sizes, os):
+    "Join what the slices of `sizes` have at `path`"
+    o = os[0]
+    if isinstance(o, (Tensor,np.ndarray)):
+        bad = first(x.shape for x,n in zip(os, sizes) if not _fit(x, n))
+        if bad is not None: raise ValueError(f"MicroBatch: {path}, which the model returns for a slice of {sizes[0]} samples, has shape {tuple(bad)}; return a row for each sample, or pass valid=False")
+        return torch.cat(os) if isinstance(o, Tensor) else np.concatenate(os)
+    if isinstance(o, Mapping):
+        res = copy(o)
+        for k in o: res[k] = _join(f'{path}[{k!r}]', sizes, [x[k] for x in os])
+        return res
+    if isinstance(o, (list,tuple,L)):
+        if [len(x) for x in os]==sizes and not (_leaves(o) and all(_fit(x, n) for x,n in zip(os, sizes))): return type(o)(v for x in os for v in x)   # an entry a sample
+        if len({len(x) for x in os})==1: return _like(o, [_join(f'{path}[{k}]', sizes, vs) for k,vs in enumerate(map(list, zip(*os)))])
+    elif all(x is o or isinstance(x, (str,bool,int,float)) and x==o for x in os): return o
+    raise ValueError(f"MicroBatch: {path}, which the model returns, is a {type(o).__name__} that cannot be joined over slices; return tensors with a row for each sample, or pass valid=False")
+
 def join(
-    preds:list # Predictions of a model for each slice
+    preds:list, # Predictions of a model for each slice
+    sizes:list # Samples in each slice
 ):
     "The predictions for the whole batch"
-    def _join(*os):
-        if not os[0].ndim: raise ValueError("MicroBatch: the model returns a number besides its predictions, which cannot be joined over slices; return one for each sample")
-        return torch.cat(os) if isinstance(os[0], Tensor) else np.concatenate(os)
-    return _map(_join, *preds)
+    return _join('pred', sizes, preds)
 
 # %% ../nbs/microbatch.ipynb #79c8d310
 class MicroBatch(Callback):
@@ -119,10 +140,11 @@ def _set_engine(self:MicroBatch, acc):
 def _choose_engine(self:MicroBatch):
     "Go by the learner's `AccumulateStep` if it has one"
     learn = self.learn
-    if learn.lock.locked(): return
     if learn.cbs.map(_is_a, name='MicroBatch').count(True)>1: raise ValueError("MicroBatch: cbs of the learner and of this fit hold more than one of them, keep one (`learn.micro_batch` replaces)")
     others = learn.cbs.filter(_is_a, name='AccumulateStep')
-    if others: self._set_engine(None); setattr(learn, others[0].name, others[0])
+    if others:
+        if self._engine is not None: self._set_engine(None)
+        setattr(learn, others[0].name, others[0])
     elif self._engine is None: self._set_engine(AccumulateStep())
 
 # %% ../nbs/microbatch.ipynb #d0cc1523
@@ -145,31 +167,52 @@ def _leave(self:MicroBatch, all=False):
     if self._old is not None: self.learn.one_batch = self._old
 
 @patch
+def _loop(self:MicroBatch, all_batches):
+    try: all_batches()
+    except (CancelEpochException,CancelTrainException,CancelValidException,CancelFitException): raise   # events will come
+    except BaseException: self._leave(); raise
+
+@patch
+def _guard_loop(self:MicroBatch): self.learn.accumulate_step._borrow(self.learn, all_batches=partial(self._loop, self.learn.all_batches))
+
+@patch
 def before_fit(self:MicroBatch):
-    if not self.learn.lock.locked(): self._leave(all=True)
+    learn = self.learn
+    if learn.lock.locked(): return
+    self._leave(all=True)
+    if hasattr(get_model(learn.model), 'reset') and not _State(learn.model).ms:
+        raise ValueError("MicroBatch: the model has a reset(), so it goes on from a state of its own, of which each slice would need its rows; "
+                         "that is known of fastai's AWD-LSTM only. Give its loader a smaller batch size, and AccumulateStep")
+@patch
+def before_epoch(self:MicroBatch): self._guard_loop()
 @patch
 def before_train(self:MicroBatch):
     self._enter()
     acc = self.learn.accumulate_step
     if self.bs=='auto' and acc.group: acc.late,acc.agree = True,self._agree
+    if acc.agree and not acc.plan.n_step:
+        raise ValueError("MicroBatch: bs='auto' cannot go back where processes add up samples of batches that vary in size (n_samples); give bs, or n_step")
     if acc.group and not acc.group.waits and (acc.agree or self.coupled):
         raise ValueError("MicroBatch: a model in fully_shard synchronises in its backward passes, of which coupled=True and bs='auto' make others; give bs, without coupled")
 @patch
 def after_train(self:MicroBatch):
-    self._leave()
+    self._leave(); self._guard_loop()
     self.learn.accumulate_step.late,self.learn.accumulate_step.agree = False,None
 @patch
-def before_validate(self:MicroBatch): self._enter()
+def before_validate(self:MicroBatch):
+    self._enter()
+    group = self.learn.accumulate_step.group
+    if self.bs=='auto' and group: group.prepare()   # or one that tries again would send buffers again
 @patch
 def after_validate(self:MicroBatch): self._leave()
 @patch
-def after_epoch(self:MicroBatch): self.before_fit()   # the loop may have been cancelled with its epoch, or its fit
+def after_epoch(self:MicroBatch):
+    "The loop may have been cancelled with its epoch, or its fit"
+    if not self.learn.lock.locked(): self._leave(all=True)
 @patch
-def after_fit(self:MicroBatch): self.before_fit()
+def after_fit(self:MicroBatch): self.after_epoch()
 
-# %% ../nbs/microbatch.ipynb #fde2678c
-def _shape(b): return [tuple(o.shape[1:]) for _,o in _leaves(b)]
-
+# %% ../nbs/microbatch.ipynb #9bea05d0
 def _within(a, b):
     "Whether samples of the shapes `a` are nowhere larger than those of the shapes `b`"
     return len(a)==len(b) and all(len(x)==len(y) and all(i<=j for i,j in zip(x,y)) for x,y in zip(a,b))
@@ -177,15 +220,22 @@ def _within(a, b):
 @patch
 def _n(self:MicroBatch, b):
     "The samples in `b`: its targets are counted if it has some, since the samples of inputs may be anywhere"
-    i = getattr(self.learn.dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
-    return find_bs(b[i:] or b)
+    return find_bs(b[self._n_inp(b):] or b)
+
+@patch
+def _n_inp(self:MicroBatch, b): return getattr(self.learn.dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
+
+@patch
+def _shape(self:MicroBatch, b):
+    "The shapes of a sample of the inputs"
+    return [tuple(o.shape[1:]) for _,o in _leaves(b[:self._n_inp(b)])]
 
 @patch
 def _size(self:MicroBatch, b):
     "Samples in a slice of `b`"
     if self.bs!='auto': return self.bs
-    n,failed = self._n(b),[rows for s,rows in self._failed if _within(s, _shape(b))]
-    return min([n, *(-(-rows//2) for rows in failed)])
+    failed = [rows for training,s,rows in self._failed if training>=self.learn.training and _within(s, self._shape(b))]
+    return min([self._n(b), *(-(-rows//2) for rows in failed)])
 
 # %% ../nbs/microbatch.ipynb #4b42eef2
 @patch
@@ -203,11 +253,8 @@ def _one_batch(self:MicroBatch, one_batch, i, b):
     learn = self.learn
     run = one_batch
     if learn.training or self.valid: run,b = partial(self._whole if self.coupled or not learn.training else self._train, one_batch),learn._set_device(b)
-    try:
-        if self.bs=='auto' and run is not one_batch: self._try(run, i, b)
-        else: run(i, b)
-    except (CancelEpochException,CancelTrainException,CancelValidException,CancelFitException): raise
-    except BaseException: self._leave(); raise
+    if self.bs=='auto' and run is not one_batch: self._try(run, i, b)
+    else: run(i, b)
 
 # %% ../nbs/microbatch.ipynb #d82fee5e
 @patch
@@ -265,43 +312,41 @@ def _slicing(self:MicroBatch):
         acc.late = late
         if old is not None: model.forward = old
 
-# %% ../nbs/microbatch.ipynb #2036c71e
+# %% ../nbs/microbatch.ipynb #c2b2d90c
 @patch
-def _forward(self:MicroBatch, forward, *xb):
-    "The predictions of `forward` for `xb`, slice by slice"
-    parts = self._cut((*xb, *self.learn.yb))
+def _forward(self:MicroBatch, forward, *xb, **kwargs):
+    "The predictions of `forward` for `xb`, slice by slice if that is the batch and not another input that a callback has"
+    if kwargs or len(xb)!=len(self.learn.xb) or any(a is not b for a,b in zip(xb, self.learn.xb)): return forward(*xb, **kwargs)
+    parts = self._cut(xb if self.split is None else (*xb, *self.learn.yb))
     if len(parts)<2: return forward(*xb)
     state,sizes = _State(self.learn.model),[self._n(o) for o in parts]
-    preds,was = [],None
+    preds,was,buffers = [],None,None
     for k,part in enumerate(parts):
         with state.rows(sum(sizes[:k]), sizes[k], sum(sizes)):
             if torch.is_grad_enabled():
-                was = RandomState(next(self.learn.model.parameters()).device, was)
-                preds.append(_twice(self.learn.model, state, was, forward, part[:len(xb)]))
+                was,buffers = RandomState(next(self.learn.model.parameters()).device, was),Buffers(self.learn.model, before=buffers)
+                preds.append(_twice(state, was, buffers, forward, part[:len(xb)]))
             else: preds.append(forward(*part[:len(xb)]))
-    return join(preds)
+    return join(preds, sizes)
 
-# %% ../nbs/microbatch.ipynb #dfc297ed
+# %% ../nbs/microbatch.ipynb #928a20d2
 @contextmanager
-def _replay(model, state, was, hidden):
-    "Let `model` run once more from the random state `was` and the states `hidden`, and leave no trace but gradients"
+def _replay(state, was, buffers, hidden):
+    "Let the model run once more from the random state `was`, `buffers` and `hidden` states, and leave no trace but gradients"
     now,new = RandomState(was.device),state.get()
-    buffers = [(m, dict(m._buffers)) for m in model.modules() if m._buffers]
-    for m,bs in buffers: m._buffers.update({k:b if b is None else b.clone() for k,b in bs.items()})
     was.restore(); state.set(hidden)
-    try: yield
-    finally:
-        now.restore(); state.set(new)
-        for m,bs in buffers: m._buffers.update(bs)
+    try:
+        with buffers.lent(): yield
+    finally: now.restore(); state.set(new)
 
-def _twice(model, state, was, forward, part):
+def _twice(state, was, buffers, forward, part):
     "The predictions of `forward` for `part`; the backward pass computes them once more"
     hidden,preds = state.get(),None
     def run(_, *xs):
         nonlocal preds
         xs = iter(xs)
         args = _map(lambda o: next(xs) if isinstance(o, Tensor) else o, part)
-        with _replay(model, state, was, hidden) if torch.is_grad_enabled() else nullcontext(): preds = forward(*args)
+        with _replay(state, was, buffers, hidden) if torch.is_grad_enabled() else nullcontext(): preds = forward(*args)
         return tuple(o for _,o in _leaves(preds))
     needed = torch.ones((), requires_grad=True)   # of the arguments of a checkpoint, one has to require a gradient
     outs = iter(checkpoint(run, needed, *[o for _,o in _leaves(part) if isinstance(o, Tensor)], use_reentrant=True, preserve_rng_state=False))
@@ -313,21 +358,18 @@ def _try(self:MicroBatch, run, i, b):
     "`run` on `b`; if memory runs out, again on all batches of the window, in smaller slices"
     learn,acc = self.learn,self.learn.accumulate_step
     start,seen = self._window if learn.training and acc.window.open else self._begin()
-    seen.append((i,b))
-    todo = [(i,b)]
+    seen.append((i, b, [(o,o._version) for _,o in _leaves(b) if isinstance(o, Tensor)]))
+    todo = seen[-1:]
     while todo:
         try:
-            for i,b in todo: run(i, b)
+            for i,b,_ in todo: run(i, b)
             todo = []
         except Exception as e:
             if not is_out_of_memory(e) or learn.training and acc.window.closed: raise   # in the middle of a step
-            err = e
-        if not todo: break
-        if learn.training and acc.group: acc.group.max(self._size(b))   # the others wait in `_agree`
-        self._shrink(b, err)
-        start.restore()
-        todo = seen
-    self._tell(b)
+            self._shrink(b, e, seen)
+            todo = seen
+        if todo: start.restore()   # not sooner: the error has held the activations
+    if learn.training: self._tell(b)
     if learn.training and not acc.window.open: self._window = None
 
 @patch
@@ -340,17 +382,20 @@ def _begin(self:MicroBatch):
     if acc.group: acc.group.prepare()
     return self._window
 
-# %% ../nbs/microbatch.ipynb #4ce1a858
+# %% ../nbs/microbatch.ipynb #0f5b4440
 @patch
-def _shrink(self:MicroBatch, b, err):
-    "Note that slices of `b` do not fit"
-    rows = self._size(b)
+def _shrink(self:MicroBatch, b, err, seen):
+    "Note that slices of `b` do not fit, of the batches that the window has `seen`"
+    learn,rows = self.learn,self._size(b)
+    if learn.training and learn.accumulate_step.group: learn.accumulate_step.group.max(rows)   # the others wait in `_agree`
+    if any(o._version!=version for *_,os in seen for o,version in os):
+        raise RuntimeError("MicroBatch: memory ran out, and the batch cannot be tried again in smaller slices, since the model or a callback has changed it in place; "
+                           "give bs, or change a copy") from err
     if rows==1:
-        tried = sorted({r for s,r in self._failed if _within(s, _shape(b))}, reverse=True)
+        tried = sorted({r for _,s,r in self._failed if _within(s, self._shape(b))}, reverse=True)
         raise RuntimeError(f"MicroBatch: memory runs out even with one sample at a time; tried slices of {', '.join(map(str, [*tried,1]))} of {self._n(b)} samples "
-                           f"of shape {_shape(b)[0]}. Take smaller samples, a smaller model, or gradient checkpointing") from err
-    self._failed.append((_shape(b), rows))
-    err.__traceback__ = err.__context__ = None   # they hold the activations
+                           f"of shape {self._shape(b)[0]}. Take smaller samples, a smaller model, or gradient checkpointing") from err
+    self._failed.append((learn.training, self._shape(b), rows))
 
 @patch
 def _agree(self:MicroBatch):
@@ -360,7 +405,7 @@ def _agree(self:MicroBatch):
     if not seen: acc.group.prepare()
     acc.window.ran = True
     while rows := acc.group.max(0)[0]:
-        if seen: self._failed.append((_shape(seen[-1][1]), int(rows)))
+        if seen: self._failed.append((True, self._shape(seen[-1][1]), int(rows)))
 
 @patch
 def _tell(self:MicroBatch, b):

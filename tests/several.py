@@ -330,8 +330,14 @@ class Full(nn.Module):
     def __init__(self): super().__init__(); self.body = Buffered(); self.n = 0
     def forward(self, x):
         self.n += 1
-        if os.environ.get('RANK')=='1' and self.training and self.n>16 and len(x)>2: raise RuntimeError('CUDA out of memory')
+        if os.environ.get('RANK')=='1' and self.training and self.n>10 and len(x)>2: raise RuntimeError('CUDA out of memory')
         return self.body(x)
+
+class FullInValidation(Buffered):
+    "Runs out of memory in validation, in process 1"
+    def forward(self, x):
+        if os.environ.get('RANK')=='1' and not self.training and len(x)>4: raise RuntimeError('CUDA out of memory')
+        return super().forward(x)
 
 class Cut(Case):
     "`MicroBatch` beside, in several processes only"
@@ -339,6 +345,10 @@ class Cut(Case):
         cbs,self.cbs = self.cbs,None
         learn = super().alone(world)
         self.cbs = cbs
+        return learn
+    def several(self, rank, world):
+        learn = super().several(rank, world)
+        if self.model is Full: assert learn.micro_batches._failed, 'memory has not run out, so nothing was tried'
         return learn
 
 cases.update(
@@ -350,7 +360,7 @@ cases.update(
     auto         = Cut([4]*8, cbs=lambda: MicroBatch(), model=Full),
     auto_coupled = Cut([4]*8, cbs=lambda: MicroBatch(coupled=True), model=Full),
     auto_long    = Cut([[4]*9, [4]*7, [4]], n_step=2, cbs=lambda: MicroBatch(), model=Full),
-    auto_sized   = Cut([[1,7,2,5,3,4,1,1], [6,1,4,3,3], [3]], cbs=lambda: MicroBatch(), acc=dict(n_samples=9), model=Full, **of_unknown),
+    auto_valid   = Cut([4]*8, cbs=lambda: MicroBatch(), model=FullInValidation),
 )
 
 def whole(o):
@@ -376,6 +386,7 @@ def main(rank, world, folder, *names):
     dist.destroy_process_group()
 
 cases['static_drop'] = Case([4]*8, ddp=dict(static_graph=True), left_out={(1,0)})
+cases['auto_sized'] = Cut([[1,7,2,5,3,4,1,1], [6,1,4,3,3]], cbs=lambda: MicroBatch(), acc=dict(n_samples=9))
 cases['empty'] = Case([[4]*4, []])
 cases['metrics_uneven'] = Case([[4]*5, [4]*4], fit=with_train_metrics)
 cases['metrics_drop'] = Case([4]*8, fit=with_train_metrics, left_out={(1,1)})

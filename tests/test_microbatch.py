@@ -2,12 +2,15 @@
 import pickle,pytest
 from harness import *
 from fastai_accum.microbatch import *
+from fastai_accum.rewind import _n_autocast
 from fastai_accum.patch import *
 from fastai_accum.clip import *
 from fastai_accum.precision import *
 from fastai_accum.skip import *
 from fastai.callback.mixup import *
 from test_with_precision import OnCpu
+
+OutOfMemory = getattr(torch, 'OutOfMemoryError', RuntimeError)   # older PyTorch has a class for CUDA only
 
 def cycle(learn): learn.fit_one_cycle(2, .02)
 def train(cbs=(), n=76, bs=32, fit=cycle, model=None, drop_last=False, dls=None, **kwargs):
@@ -49,7 +52,6 @@ def test_losses(coupled, loss):
     engine = AccumulateStep(average=False) if loss=='of_sum' else AccumulateStep()
     assert_same(train([MicroBatch(5, coupled),engine], **kwargs), train(**kwargs))
 
-def by_sample(f): return lambda p, y: f(p, y)
 def info_nce(p, y):
     p = F.normalize(p, dim=1)
     return F.cross_entropy(p@p.roll(1, 0).T/.1, torch.arange(len(p)))
@@ -316,7 +318,7 @@ def test_only_one():
 class Small(Noisy):
     "Runs out of memory when a slice has more than `limit` samples, or tokens in all"
     def __init__(self, limit, where='forward', err=None): super().__init__(); self.limit,self.where,self.sizes,self.err = limit,where,[],err
-    def raise_(self, *_): raise self.err or torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB')
+    def raise_(self, *_): raise self.err or OutOfMemory('CUDA out of memory. Tried to allocate 20.00 MiB')
     def forward(self, x):
         self.sizes.append(len(x))
         out,full = super().forward(x),self.training and len(x)>self.limit
@@ -339,7 +341,7 @@ def test_auto(coupled, where, n_step, bs, limit, scaler):
     b = train([MicroBatch(found, coupled),*more()], model=Noisy, **kwargs)
     assert_same(a, b, tol=0)
     assert a.accumulate_step.counts==b.accumulate_step.counts
-    assert not torch.is_autocast_enabled('cpu') and max(a.model.sizes[-5:])<=found
+    assert _n_autocast()==0 and max(a.model.sizes[-5:])<=found
 
 def test_auto_says_what_it_has_found(capsys):
     learn = train(MicroBatch(), model=partial(Small, 8), **one_group)
@@ -354,7 +356,7 @@ def test_auto_goes_by_shape():
         def __init__(self): super().__init__(); self.l,self.seen = nn.Linear(1,3).double(),[]
         def forward(self, x):
             if self.training: self.seen.append(tuple(x.shape))
-            if self.training and x.numel()>64: raise torch.OutOfMemoryError('CUDA out of memory')
+            if self.training and x.numel()>64: raise OutOfMemory('CUDA out of memory')
             return self.l(x.mean(1, keepdim=True))
     def dls(n, bs, drop_last):
         bs = [(features(16, d),classes(16)) for d in (4,8,8,4,12,3)]
@@ -399,7 +401,7 @@ def test_auto_validates_in_a_window(coupled):
             self.model.train()
     class At(Sizes):
         def forward(self, x):
-            if self.training and len(x)>4 and len(self.sizes)>3: raise torch.OutOfMemoryError('CUDA out of memory')
+            if self.training and len(x)>4 and len(self.sizes)>3: raise OutOfMemory('CUDA out of memory')
             return super().forward(x)
     kwargs = dict(bs=8, n=64, fit=lambda l: l.fit(1, .02), **one_group)
     a,b = train([MicroBatch(coupled=coupled),AccumulateStep(4),Middle()], model=At, **kwargs),train(AccumulateStep(4), model=Sizes, **kwargs)
@@ -410,7 +412,7 @@ def test_auto_in_validation():
     "Only the validation batches are too large"
     class Valid(Sizes):
         def forward(self, x):
-            if not self.training and len(x)>4: raise torch.OutOfMemoryError('CUDA out of memory')
+            if not self.training and len(x)>4: raise OutOfMemory('CUDA out of memory')
             return super().forward(x)
     assert_same(train(MicroBatch(), bs=4, model=Valid, **one_group), train(bs=4, model=Sizes, **one_group))
 
@@ -454,3 +456,133 @@ def test_the_second_pass_of_a_model_with_a_state():
     try: b = train([*rnn_cbs(2., 1.),MicroBatch(5, True)], **kwargs)
     finally: m._twice = twice
     assert_same(a, b)
+
+# What models, callbacks and learners do besides
+
+@pytest.mark.parametrize('preds,msg', [
+    ([(torch.ones(2),1.), (torch.ones(1),5.)], 'pred[1], which the model returns, is a float'),
+    ([torch.ones(()), torch.ones(())], 'has shape ()'),
+    ([torch.ones(2,2), torch.ones(2,2)], 'has shape (2, 2)'),
+    ([SimpleNamespace(x=1), SimpleNamespace(x=1)], 'is a SimpleNamespace'),
+    ([packed,packed], 'has shape (5,)'),
+], ids=str)
+def test_predictions_that_cannot_be_joined(preds, msg):
+    with pytest.raises(ValueError, match='MicroBatch: .*'+re.escape(msg)): join(preds, [2,1])
+
+def test_entries_for_samples():
+    assert [o[0] for o in slices((['a','b','c'], torch.arange(3)), 2)]==[['a','b'],['c']]
+    assert join([['a','b'],['c']], [2,1])==['a','b','c']
+    boxes = [[dict(boxes=torch.ones(i,4)) for i in range(3)], [dict(boxes=torch.ones(7,4))]]
+    assert [len(o['boxes']) for o in join(boxes, [3,1])]==[0,1,2,7]
+
+def test_a_model_with_an_unknown_state():
+    class Counting(Sizes):
+        def reset(self): pass
+    with pytest.raises(ValueError, match=r'MicroBatch: the model has a reset\(\)'): train(MicroBatch(5), model=Counting, **one_group)
+
+def test_validation_after_the_engine_has_changed():
+    "An `AccumulateStep` comes and goes between fits"
+    learn,plain = (train(o) for o in (MicroBatch(5),None))
+    learn.fit(1, cbs=AccumulateStep(2)); plain.fit(1, cbs=AccumulateStep(2))
+    assert rel(learn.validate(), plain.validate())[0]<=TOL
+    learn.accumulate(2); plain.accumulate(2)
+    assert rel(learn.validate(), plain.validate())[0]<=TOL
+    learn.remove_cb(AccumulateStep); plain.remove_cb(AccumulateStep)
+    for x,y in zip(learn.get_preds(), plain.get_preds()): assert rel(x, y)[0]<=TOL
+    learn.fit(1); plain.fit(1)
+    assert_same(learn, plain)
+
+@modes
+def test_callbacks_that_call_the_model(coupled):
+    "With other inputs than the batch, keywords, or from within the model"
+    class Asks(Sizes):
+        def forward(self, x, scale=1.): return super().forward(x)*scale if len(x)<3 else super().forward(x)*scale + 0*self(x[:2]).sum()
+    class Calls(Callback):
+        def after_pred(self):
+            with torch.no_grad(): self.model(self.xb[0][:3]); self.model(*self.xb, scale=2.)
+    assert_same(train([MicroBatch(5, coupled),Calls()], model=Asks, **one_group), train(Calls(), model=Asks, **one_group))
+
+def test_inputs_that_a_callback_doubles():
+    "Two views of each sample, with one loss over all of them"
+    class Views(Callback):
+        order = 10
+        def before_batch(self): self.learn.xb = (torch.cat([self.x, self.x+.1]),)
+    def nt_xent(p, y):
+        a,b = F.normalize(p, dim=1).chunk(2)
+        return F.cross_entropy(a@b.T/.1, torch.arange(len(a)))
+    kwargs = dict(loss_func=nt_xent, **one_group)
+    assert_same(train([MicroBatch(5, True),Views()], **kwargs), train(Views(), **kwargs))
+    assert_same(train([MicroBatch(coupled=True),Views()], model=partial(Small, 9), **kwargs), train([MicroBatch(8, True),Views()], model=Noisy, **kwargs), tol=0)
+
+class Normal(nn.Module):
+    "Its output depends on a buffer that moves; another buffer is there from the first pass on, and one grows"
+    def __init__(self, limit=99):
+        super().__init__()
+        torch.manual_seed(0)
+        self.m,self.limit = nn.utils.spectral_norm(nn.Linear(6,3)).double(),limit
+        self.register_buffer('s', torch.ones(()).double()); self.register_buffer('q', torch.zeros(0,6).double()); self.register_buffer('first', None)
+    def forward(self, x):
+        self.s = .9*self.s+.1*x.detach().std()
+        if self.first is None: self.first = x.detach().clone()
+        self.q = torch.cat([self.q,x.detach()])[-20:]
+        out = self.m(x/self.s)+self.first.mean()
+        if self.training and len(x)>self.limit: raise OutOfMemory('CUDA out of memory')
+        return out
+class NormalInSlices(Normal):
+    def forward(self, x): return torch.cat([super(NormalInSlices, self).forward(o) for o in x.split(8)])
+
+def test_buffers_that_the_output_depends_on():
+    "The second pass has those of the first; memory that runs out leaves none changed"
+    a,b,c = (train(o, model=m, n=64, **one_group) for o,m in ((MicroBatch(8, True),Normal),(None,NormalInSlices),(MicroBatch(coupled=True),partial(Normal, 8))))
+    assert_same(a, b); assert_same(c, a, tol=0)
+    assert_same(train(MicroBatch(), model=partial(Normal, 8), n=64, **one_group), train(MicroBatch(8), model=Normal, n=64, **one_group), tol=0)
+
+def test_auto_after_a_change_in_place():
+    class Changes(Small):
+        def forward(self, x): return super().forward(x.mul_(2))
+    with pytest.raises(RuntimeError, match='MicroBatch: memory ran out, and the batch cannot be tried again .* in place'): train(MicroBatch(), model=partial(Changes, 8), **one_group)
+
+def test_auto_does_not_try_a_step_again():
+    class Full(Callback):
+        def before_step(self): raise OutOfMemory('CUDA out of memory')
+    with pytest.raises(OutOfMemory): train([MicroBatch(),Full()])
+
+@modes
+def test_auto_closes_autocast(coupled):
+    train([MicroBatch('auto', coupled),OnCpu(torch.bfloat16)], model=lambda: Small(8).float(), dls=lambda *args, drop_last: make_dls(*args, x=features(80).float(), y=classes(80)),
+          fit=lambda l: l.fit(1), **one_group)
+    assert _n_autocast()==0
+
+@modes
+def test_auto_with_a_state(coupled):
+    "AWD-LSTM goes back to its hidden state"
+    from fastai.callback.rnn import rnn_cbs
+    def full(m, x, out):
+        if m.training and len(x[0])>5: raise OutOfMemory('CUDA out of memory')
+    def model(): m = language_model(.3); m[0].register_forward_hook(full); return m
+    kwargs = dict(dls=texts_dls, n=40, bs=16, loss_func=TokenLoss(), splitter=trainable_params)
+    a,b = train([*rnn_cbs(0., 0.),MicroBatch('auto', coupled)], model=model, **kwargs),train([*rnn_cbs(0., 0.),MicroBatch(4, coupled)], model=partial(language_model, .3), **kwargs)
+    assert_same(a, b, tol=1e-12 if coupled else 0)
+
+def test_auto_keeps_what_was_there_before_the_fit():
+    "Gradients from before, and those of parameters that the optimizer does not hold"
+    def fit(learn):
+        for p in learn.model.parameters(): p.grad = torch.full_like(p, .1)
+        cycle(learn)
+    kwargs = dict(n=64, fit=fit, splitter=lambda m: [params(m.bn)+params(m.b)])
+    a,b = train([MicroBatch(),GradientClip(.1)], model=partial(Small, 8), **kwargs),train([MicroBatch(8),GradientClip(.1)], model=Noisy, **kwargs)
+    assert_same(a, b, tol=0)
+
+@pytest.mark.parametrize('where', ['train','valid'])
+def test_an_error_in_the_loader_leaves_nothing(where):
+    class Breaks(Items):
+        def __getitem__(self, i):
+            if i>12: raise OSError('disk')
+            return super().__getitem__(i)
+    learn = make_learner(make_dls(64, 8), cbs=MicroBatch(4))
+    good = list(learn.dls.loaders)
+    learn.dls.loaders[where=='valid'] = DataLoader(Breaks(features(64), (classes(64),)), bs=8)
+    with pytest.raises(OSError): learn.fit(1)
+    assert 'one_batch' not in vars(learn) and 'all_batches' not in vars(learn)
+    learn.dls.loaders = good
+    learn.fit(1)
