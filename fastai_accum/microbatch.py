@@ -305,12 +305,13 @@ def _slicing(self:MicroBatch):
     if isinstance(model, DistributedDataParallel): model = model.module
     old = model.__dict__.get('forward')
     if getattr(old, 'func', None)==self._forward: yield; return   # a callback validates in the middle of a batch
-    model.forward,late,acc.late = partial(self._forward, model.forward),acc.late,True   # several backward passes, each of which would synchronise
+    late,acc.late = acc.late,True   # several backward passes, each of which would synchronise
+    vars(model)['forward'] = partial(self._forward, model.forward)   # so that traced models take it too
     try: yield
     finally:
-        del model.forward
+        del vars(model)['forward']
         acc.late = late
-        if old is not None: model.forward = old
+        if old is not None: vars(model)['forward'] = old
 
 # %% ../nbs/microbatch.ipynb #c2b2d90c
 @patch

@@ -586,3 +586,16 @@ def test_an_error_in_the_loader_leaves_nothing(where):
     assert 'one_batch' not in vars(learn) and 'all_batches' not in vars(learn)
     learn.dls.loaders = good
     learn.fit(1)
+
+@modes
+@pytest.mark.parametrize('how', [torch.jit.script,lambda m: torch.jit.trace(m, features(4)),lambda m: torch.compile(m, backend='eager'),nn.DataParallel], ids=['script','trace','compile','parallel'])
+@pytest.mark.filterwarnings('ignore:.*torch.jit.*')
+def test_models_in_wrappers(coupled, how):
+    assert_same(train(MicroBatch(5, coupled), model=lambda: how(small_model()), **one_group), train(**one_group))
+
+def test_a_forward_of_the_user():
+    "One that was put on the model stays on it"
+    def model(): m = small_model(); f = m.forward; m.forward = lambda x: f(x)*2; return m
+    a,b = train(MicroBatch(5), model=model, **one_group),train(model=model, **one_group)
+    assert_same(a, b)
+    assert 'forward' in vars(a.model) and a.model.forward(features(2)).shape==(2,3)
