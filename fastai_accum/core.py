@@ -150,6 +150,7 @@ class AccumulateStep(Callback):
         self.counts,self.plan,self._nominal,self._is_new = Counts(),None,None,True
         self._borrowed,self._warned,self._bare = [],set(),set()
         self.window,self._given,self._carry = Window(),[],(0,0,[])
+        self._unheld,self._aside = [],[]
         self.group,self._kept,self._in_loop = None,None,False
         self.host,self.part = None,None         # for `MicroBatch`: what `cbs` has in its place, and the slice in flight
         self.late,self.agree = False,None       # for `MicroBatch`: average over processes only in the end, and after this
@@ -290,6 +291,8 @@ def before_train(self:AccumulateStep):
     if self._is_new:
         self.counts,self._nominal,self._is_new = Counts(),None,False
         self._bare = {id(p) for p in self._params() if p.grad is None}
+    held = {id(p) for pg in self.learn.opt.param_lists for p in pg}
+    self._unheld = [p for p in self.learn.model.parameters() if id(p) not in held]
     if self.group: self._agree()
 
 # %% ../nbs/core.ipynb #aaba483d
@@ -348,6 +351,22 @@ def _is_last(self:AccumulateStep, bs):
     if self.group and not self.plan.n_step: return self._add_up(bs, ends)
     return self._full(bs) or (ends and not self.plan.drop_last)
 
+# %% ../nbs/core.ipynb #6271a0d0
+@patch
+def _open(self:AccumulateStep):
+    "Begin a window, and set aside what earlier ones have left"
+    opt,win = self.learn.opt,self.window
+    win.open = True
+    if self.plan.drop_last: win.hypers = [dict(h) for h in opt.hypers]
+    self._aside = [(p,p.grad) for p in self._unheld if p.grad is not None]
+    for p,_ in self._aside: p.grad = None
+
+@patch
+def _take_back(self:AccumulateStep):
+    "Add what was set aside"
+    for p,g in self._aside: p.grad = g if p.grad is None else p.grad.add_(g)
+    self._aside = []
+
 # %% ../nbs/core.ipynb #29ad41c3
 @patch
 def before_batch(self:AccumulateStep):
@@ -359,8 +378,8 @@ def before_batch(self:AccumulateStep):
     if self._is_whole: plan.is_odd = (self.part[0] if self.part else bs)!=plan.bs
     win.surplus = plan.is_over
     if win.surplus: raise CancelBatchException
-    if plan.drop_last and not win.open: win.hypers = [dict(h) for h in self.learn.opt.hypers]
-    win.open,win.bs,win.dropped,win.shared,win.counted = True,bs,False,False,False
+    if not win.open: self._open()
+    win.bs,win.dropped,win.shared,win.counted = bs,False,False,False
     win.n_micro += 1; win.n_batches += self._is_whole
     win.boundary = self._is_last(bs)
     if self.group: self.group.sync(win.boundary and not self.late)
@@ -493,7 +512,7 @@ def _finish(self:AccumulateStep):
     n,W,loss = self._totals()
     if n: self._average(W, loss)
     elif self.group: raise CancelBatchException
-    self._take_carry()
+    self._take_back(); self._take_carry()
 
 # %% ../nbs/core.ipynb #bbf6166f
 @patch
@@ -567,7 +586,7 @@ def after_cancel_batch(self:AccumulateStep):
 # %% ../nbs/core.ipynb #d3ff48ed
 @patch
 def _take_carry(self:AccumulateStep):
-    "Add what was set aside"
+    "Add the gradients of a cancelled window"
     win,(n,w,grads) = self.window,self._carry
     win.n_samples += n; win.weight = win.weight+w
     for p,g in grads: p.grad = g if p.grad is None else p.grad.add_(g)
@@ -684,6 +703,7 @@ def _account(self:AccumulateStep):
     "Close the books of the window"
     self.plan.n_done += self.window.closed
     self.window.open = False
+    self._take_back()
 
 # %% ../nbs/core.ipynb #cde44b5c
 @patch
@@ -727,7 +747,7 @@ def after_train(self:AccumulateStep):
     try:
         with self._guard():
             while self._owed():
-                win.open = True   # maybe not yet: a step that only the other processes have micro-batches for
+                if not win.open: self._open()   # a step that only the other processes have micro-batches for
                 self._close()
                 self._log_step() if win.n_samples or win.n_all else self._account()
     except CancelTrainException: self.learn('after_cancel_train')
@@ -807,7 +827,7 @@ def before_epoch(self:AccumulateStep):
 def _clean_up(self:AccumulateStep):
     "Forget what the next fit must not see"
     self._throw_away()
-    self._carry,self.group = (0,0,[]),None
+    self._carry,self._unheld,self.group = (0,0,[]),[],None
 
 @patch
 def after_fit(self:AccumulateStep):

@@ -116,6 +116,11 @@ def unsaved(learn):
     assert rank_distrib() or (learn.path/'models'/'kept.pth').exists()
     learn.fit(1, .02)
 
+def partly(learn):
+    "The optimizer holds the first layer only"
+    learn.splitter = lambda m: [params(m)[:2]]
+    learn.fit_one_cycle(2, .02)
+
 class SkipsFirst(Callback):
     "The first step is cancelled when its gradients are finished, and the next one takes them"
     run_valid = False
@@ -175,6 +180,7 @@ cases = dict(
     no_accum      = Case([4]*3, n_step=1),
     uneven        = Case([[1,7,2,5,3], [6,1,4,2,2], [3,3,1,1,5]]),
     weighted      = Case([4]*6, loss_func=nn.CrossEntropyLoss(weight=W)),
+    not_held      = Case([[4]*7, [4]*4], loss_func=nn.CrossEntropyLoss(weight=W), fit=partly, cbs=lambda: GradientClip(.1)),
     one_is_empty  = Case([4]*4, y=ignored(range(0,4), range(12,16), range(8,12))),
     all_ignored   = Case([2]*4, n_step=2, y=ignored(range(0,12))),
     longer        = Case([[4]*5, [4]*4, [4]*4]),

@@ -40,6 +40,17 @@ def ulps(a, exact):
 
 by_class = nn.CrossEntropyLoss(weight=torch.tensor([1.,7.,30.]).double())
 
+def test_gradients_that_the_optimizer_does_not_hold():
+    "They add up over the steps, and the sums of a window have no part in that"
+    def train(cbs):
+        lf = nn.CrossEntropyLoss(weight=tensor([1.,10.,3.]).double())
+        learn = make_learner(make_dls(76, 8), loss_func=lf, splitter=lambda m: [params(m[0])], cbs=[AccumulateStep(4), GradientClip(.1), *cbs])
+        learn.fit(2)
+        return learn
+    a,b = train([GradAccumDtype(torch.float64)]),train([])
+    assert_same(a, b)
+    for p,q in zip(a.model.parameters(), b.model.parameters()): assert rel(p.grad, q.grad)[0]<=TOL
+
 @pytest.mark.parametrize('loss', [None, by_class], ids=['mean','weighted'])
 @pytest.mark.parametrize('micro', [8,1])
 @pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])

@@ -29,6 +29,18 @@ def test_no_gradient(opt, works):
     works(a, b)
     assert any(g is None for s in b.spy.steps for g in s['grads']), 'every parameter had a gradient in every step'
 
+@row('Optimizers', 'parameters that the optimizer does not hold', note='their gradients add up over the steps, and clipping sees them')
+@pytest.mark.parametrize('cbs', [None, lambda: GradientClip(.1)], ids=['alone','clip'])
+@pytest.mark.parametrize('drop_last', [False,True])
+def test_not_held(cbs, drop_last, works):
+    def fit(learn):
+        if not drop_last: return once(learn)
+        learn.fit(1); learn.fit(2)   # what a dropped tail leaves, the next fit finds
+    a,b = pair(cbs, n=76, fit=fit, splitter=lambda m: [params(m[0])], drop_last=drop_last, loss_func=nn.CrossEntropyLoss(weight=tensor([1.,10.,3.]).double()))
+    works(a, b)
+    for p,q in zip(a.model.parameters(), b.model.parameters()): works.same(p.grad, q.grad, 'what is left')
+    assert b.model[2].bias.grad.abs().sum()>0, 'nothing has added up'
+
 def freezing(learn):
     learn.freeze();     learn.fit_one_cycle(1, .02)
     learn.unfreeze();   learn.fit_one_cycle(2, slice(.001,.02))
