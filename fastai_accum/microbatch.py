@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.checkpoint import checkpoint
 from .core import AccumulateStep,_is_a
-from .rewind import Buffers,RandomState,WindowState,is_out_of_memory
+from .rewind import Buffers,RandomState,WindowState,accelerators,is_out_of_memory
 
 # %% ../nbs/microbatch.ipynb #f9030260
 def _leaves(o, path='batch'):
@@ -321,11 +321,11 @@ def _forward(self:MicroBatch, forward, *xb, **kwargs):
     parts = self._cut(xb if self.split is None else (*xb, *self.learn.yb))
     if len(parts)<2: return forward(*xb)
     state,sizes = _State(self.learn.model),[self._n(o) for o in parts]
-    preds,was,buffers = [],None,None
+    preds,was,buffers,devices = [],None,None,accelerators(self.learn.model)
     for k,part in enumerate(parts):
         with state.rows(sum(sizes[:k]), sizes[k], sum(sizes)):
             if torch.is_grad_enabled():
-                was,buffers = RandomState(next(self.learn.model.parameters()).device, was),Buffers(self.learn.model, before=buffers)
+                was,buffers = RandomState(devices, was),Buffers(self.learn.model, before=buffers)
                 preds.append(_twice(state, was, buffers, forward, part[:len(xb)]))
             else: preds.append(forward(*part[:len(xb)]))
     return join(preds, sizes)
@@ -334,7 +334,7 @@ def _forward(self:MicroBatch, forward, *xb, **kwargs):
 @contextmanager
 def _replay(state, was, buffers, hidden):
     "Let the model run once more from the random state `was`, `buffers` and `hidden` states, and leave no trace but gradients"
-    now,new = RandomState(was.device),state.get()
+    now,new = RandomState(was.devices),state.get()
     was.restore(); state.set(hidden)
     try:
         with buffers.lent(): yield

@@ -2,6 +2,7 @@
 import pickle,pytest
 from harness import *
 from fastai_accum.microbatch import *
+from fastai_accum.rewind import *
 from fastai_accum.rewind import _n_autocast
 from fastai_accum.patch import *
 from fastai_accum.clip import *
@@ -297,6 +298,32 @@ def test_nothing_is_left(coupled, err, event):
     def clean(learn): random.seed(0); learn.dls.train.rng.seed(1); cycle(learn)
     assert_same(train(MicroBatch(5, coupled), fit=fit), train(fit=clean))
 
+def test_gradients_of_a_slice():
+    "They are shares of the mean over the batch from the beginning, so that no sum can overflow where the batch did not"
+    grads = []
+    def note(cb): grads.append(cb.model[0].weight.grad.clone()) if cb.accumulate_step.window.n_micro==1 else None
+    learn = train([MicroBatch(8),AccumulateStep(2),Callback(after_backward=note)], n=64, fit=lambda l: l.fit(1))
+    assert learn.accumulate_step._nominal==64
+    assert rel(grads[0]*8, grads_of_first(8))[0]<=TOL
+
+def grads_of_first(n):
+    "The gradient of the mean over the first `n` samples that `train` draws"
+    learn = make_learner(make_dls(64, 32))
+    xs,ys = first(learn.dls.train)
+    nn.CrossEntropyLoss()(learn.model(xs[:n]), ys[:n]).backward()
+    return learn.model[0].weight.grad
+
+def test_a_one_batch_of_the_user():
+    "One that was put on the learner is used, and stays on it"
+    seen = []
+    def fit(learn):
+        own = lambda i, b: (seen.append(len(b[0])), Learner.one_batch(learn, i, b))
+        learn.one_batch = own
+        learn.fit(1)
+        assert vars(learn)['one_batch'] is own
+    assert_same(train(MicroBatch(16), n=64, fit=fit), train(n=64, fit=lambda l: l.fit(1)))
+    assert seen==[16]*4+[16,8]
+
 def test_removed():
     "Its own `AccumulateStep` goes with it"
     learn = train(MicroBatch(5))
@@ -342,6 +369,55 @@ def test_auto(coupled, where, n_step, bs, limit, scaler):
     assert_same(a, b, tol=0)
     assert a.accumulate_step.counts==b.accumulate_step.counts
     assert _n_autocast()==0 and max(a.model.sizes[-5:])<=found
+
+weighted = lambda: nn.CrossEntropyLoss(weight=tensor([1.,10.,3.]).double())
+@modes
+def test_auto_with_weights(coupled):
+    "The constant that the gradients are divided by is that of the slice that fits, too"
+    kwargs = dict(loss_func=weighted(), **one_group)
+    assert_same(train(MicroBatch('auto', coupled), model=partial(Small, 8), **kwargs), train(MicroBatch(8, coupled), model=Noisy, **kwargs), tol=0)
+
+def test_auto_when_memory_runs_out_before_the_model():
+    "Cutting may copy to the device: in the second window, where the first one's step has been made"
+    k = 0
+    def split(b, bs):
+        nonlocal k
+        k += 1
+        if k>1 and bs>8: raise OutOfMemory('CUDA out of memory')
+        return slices(b, bs)
+    def later(b, bs): return slices(b, 8 if next(n) else 32)
+    n = itertools.count()
+    a = train(MicroBatch(split=split, valid=False), n=96, fit=lambda l: l.fit(1), **one_group)
+    b = train(MicroBatch(32, split=later, valid=False), n=96, fit=lambda l: l.fit(1), **one_group)
+    assert_same(a, b, tol=0)
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device, whose memory really runs out; the tests above raise its error by the size of the input')
+@modes
+@pytest.mark.parametrize('amp', [False,True])
+def test_auto_on_a_gpu(coupled, amp):
+    "With a fraction of its memory; a batch takes four times as much"
+    def model(): torch.manual_seed(0); return nn.Sequential(nn.Linear(6,2**16), nn.Tanh(), nn.Dropout(.1), nn.Linear(2**16,3)).double()
+    def fit(learn): learn.dls.to('cuda'); learn.fit(2); learn.model.cpu()
+    def run(cb, bs=1024, fraction=1.):
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(fraction)
+        try: return train([cb,*([MixedPrecision()] if amp else [])], n=3*bs, bs=bs, fit=fit, model=model, opt_func=partial(SGD, mom=.9), **one_group)
+        finally: torch.cuda.set_per_process_memory_fraction(1.)
+    total = torch.cuda.get_device_properties(0).total_memory
+    a = run(MicroBatch('auto', coupled), fraction=(torch.cuda.memory_allocated()+2**29)/total)
+    found = min(rows for _,_,rows in a.micro_batches._failed)//2
+    assert 1<=found<1024
+    assert_same(a, run(MicroBatch(found, coupled)), tol=1e-3 if amp else TOL)
+    assert _n_autocast()==0
+
+@pytest.mark.parametrize('name,args', [('cuda',dict(device=torch.device('cuda'))), ('xpu',dict(device=torch.device('xpu'))), ('mps',{})])
+def test_random_state_of_an_accelerator(name, args, monkeypatch):
+    "With generators that are only told of: this machine may have none"
+    assert accelerators(small_model())==[]
+    seen = []
+    monkeypatch.setattr(torch, name, SimpleNamespace(get_rng_state=lambda **kw: seen.append(kw) or 'state', set_rng_state=lambda s, **kw: seen.append((s,kw))), raising=False)
+    RandomState([torch.device(name)]).restore()
+    assert seen==[args, ('state',args)]
 
 def test_auto_says_what_it_has_found(capsys):
     learn = train(MicroBatch(), model=partial(Small, 8), **one_group)
