@@ -1,5 +1,5 @@
 "What the benchmarks share: the machine, exact peak memory, paired timing, and results as a table and a file"
-import gc,json,os,platform,statistics,time
+import gc,json,os,platform,statistics,sys,time
 from pathlib import Path
 os.environ.setdefault('KINETO_LOG_LEVEL', '5')   # the profiler would report the missing GPU as an error
 import torch
@@ -8,6 +8,12 @@ from fastai.callback.core import Callback,CancelValidException
 class NoValid(Callback):
     "Train only"
     def before_validate(self): raise CancelValidException
+
+def keep_memory():
+    """Start the script again with a C library that keeps the memory that is freed, as PyTorch does on a GPU. Otherwise large blocks go back to the system, and
+    the page faults of getting them again can take as long as the training."""
+    if os.environ.get('MALLOC_MMAP_MAX_')!='0':
+        os.execve(sys.executable, [sys.executable,*sys.argv], {**os.environ, 'MALLOC_MMAP_MAX_':'0', 'MALLOC_TRIM_THRESHOLD_':str(10**11)})
 
 def machine():
     "One line about what the figures were measured on"

@@ -1,12 +1,13 @@
 """What `MicroBatch` costs: time and exact peak memory of a batch of 64, in slices of 32 to 1, beside a loop written by hand.
 
-    python benchmarks/microbatch.py            # print the table, about ten minutes on two cores
+    python benchmarks/microbatch.py            # print the table, about 20 minutes on two cores
     python benchmarks/microbatch.py --save     # and write it to benchmarks/results/microbatch.json, which the docs show
     python benchmarks/microbatch.py --pairs 4  # a quick look
 """
 import argparse,warnings
 from functools import partial
 from common import *
+if __name__=='__main__': keep_memory()
 warnings.filterwarnings('ignore')
 from fastai.basics import *
 from fastai.callback.progress import ProgressCallback
@@ -16,11 +17,11 @@ from overhead import conv_net
 BS,SLICES,FITS = 64,(32,16,8,4,2,1),16   # batch, slices, and what is said to fit for `auto`
 
 class Transformer(nn.Module):
-    "A small transformer that classifies sequences of 64 vectors"
-    def __init__(self, d=64):
+    "A small transformer that classifies sequences of 96 vectors"
+    def __init__(self, d=192):
         super().__init__()
         layer = nn.TransformerEncoderLayer(d, 4, 4*d, dropout=0., batch_first=True)
-        self.body,self.head = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False),nn.Linear(d, 10)
+        self.body,self.head = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False),nn.Linear(d, 10)
     def forward(self, x): return self.head(self.body(x).mean(1))
 
 class Limited(nn.Module):
@@ -30,9 +31,9 @@ class Limited(nn.Module):
         if len(x)>FITS: raise RuntimeError('out of memory, as on a small GPU')
         return self.model(x)
 
-nets = dict(convolutional=(conv_net, (3,32,32)), transformer=(Transformer, (64,64)))
+nets = dict(convolutional=(conv_net, (3,96,96)), transformer=(Transformer, (96,192)))   # a sample takes 15 ms or more: where memory is short, time is too
 
-def learner(net, cbs=None, bs=BS, n=2, wrap=noop):
+def learner(net, cbs=None, bs=BS, n=1, wrap=noop):
     make,shape = nets[net]
     torch.manual_seed(0)
     device = default_device()
@@ -82,7 +83,7 @@ def auto(net, pairs):
     return dict(net=net, best=best, ratio=r, pm=pm)
 
 if __name__=='__main__':
-    p = argparse.ArgumentParser(); p.add_argument('--pairs', type=int, default=20); p.add_argument('--save', action='store_true'); args = p.parse_args()
+    p = argparse.ArgumentParser(); p.add_argument('--pairs', type=int, default=12); p.add_argument('--save', action='store_true'); args = p.parse_args()
     print(machine())
     torch.manual_seed(0)
     autos = [auto(net, args.pairs) for net in nets]
