@@ -32,6 +32,7 @@ class Window:
         self.surplus = False                  # the micro-batch in flight belongs to a tail that is dropped
         self.dropped = False                  # the micro-batch in flight is left out
         self.shared = self.counted = False    # its loss has become its share of the window's; its gradient is in
+        self.joined = False                   # the gradients that earlier windows have left are in
         self.averaged = False                 # its gradients are those of all processes
         self.n_dropped,self.n_batches = 0,0   # micro-batches that were left out; batches of the loader, which may come in slices
         self.ran,self.n_all = False,0         # the model has run, or the processes have prepared for it; samples of all processes
@@ -206,7 +207,7 @@ def _read_loss(self:AccumulateStep):
     f,red = self.learn.loss_func,loss_reduction(self.learn.loss_func)
     if red=='none': raise ValueError("AccumulateStep: the loss has reduction='none', so it is not one number to go backward from; set it to 'mean'")
     self.is_mean = red!='sum'
-    self.averages = not sums_by_nature(f) if self.average is None else self.average
+    self.averages = (self.is_mean if self.host else not sums_by_nature(f)) if self.average is None else self.average   # a batch of the loader keeps its sum
     if self.average is None and self.averages and not self.is_mean:
         self._warn_once('sum', "a mean loss is set to reduction='sum'; its gradients are divided by its weight as if it were 'mean'. "
                                "Set reduction='mean', or average=False to keep the sum")
@@ -292,7 +293,7 @@ def before_train(self:AccumulateStep):
         self.counts,self._nominal,self._is_new = Counts(),None,False
         self._bare = {id(p) for p in self._params() if p.grad is None}
     held = {id(p) for pg in self.learn.opt.param_lists for p in pg}
-    self._unheld = [p for p in self.learn.model.parameters() if id(p) not in held]
+    self._unheld = [p for p in self._params() if id(p) not in held]
     if self.group: self._agree()
 
 # %% ../nbs/core.ipynb #aaba483d
@@ -363,9 +364,9 @@ def _open(self:AccumulateStep):
 
 @patch
 def _take_back(self:AccumulateStep):
-    "Add what was set aside"
-    for p,g in self._aside: p.grad = g if p.grad is None else p.grad.add_(g)
-    self._aside = []
+    "Add what was set aside, once"
+    for p,g in () if self.window.joined else self._aside: p.grad = g if p.grad is None else p.grad+g
+    self.window.joined = True
 
 # %% ../nbs/core.ipynb #29ad41c3
 @patch
@@ -550,9 +551,9 @@ def _average(self:AccumulateStep,
 # %% ../nbs/core.ipynb #f430d198
 @patch
 def _params(self:AccumulateStep):
-    "The parameters of the model and of the optimizer, each once"
-    opt = self.learn.opt
-    res = {id(p):p for p in self.learn.model.parameters()}
+    "The parameters of the model, of its loss and of the optimizer, each once"
+    opt,lf = self.learn.opt,self.learn.loss_func
+    res = {id(p):p for m in (self.learn.model,lf) if isinstance(m, nn.Module) for p in m.parameters()}
     if opt is not None: res.update({id(p):p for pg in opt.param_lists for p in pg})
     return list(res.values())
 
@@ -704,6 +705,7 @@ def _account(self:AccumulateStep):
     self.plan.n_done += self.window.closed
     self.window.open = False
     self._take_back()
+    self._aside = []
 
 # %% ../nbs/core.ipynb #cde44b5c
 @patch
@@ -787,6 +789,7 @@ def _throw_away(self:AccumulateStep):
     if self.group: self.group.reset()
     if not self.window.open: return
     self._clear_grads()
+    self.window.joined = self.window.stepped
     self._account()
     self.window.reset()
 
@@ -795,8 +798,9 @@ def _throw_away(self:AccumulateStep):
 def _clear_grads(self:AccumulateStep):
     "Leave the gradients as `zero_grad` would, or as they were before the fit if no step was made"
     if self.learn.opt is not None: self.learn.opt.zero_grad()
+    stepped = {id(p) for p in self._unheld} if self.window.stepped else ()
     for p in self._params():
-        if p.grad is None: continue
+        if p.grad is None or id(p) in stepped: continue
         if not self.counts.n_steps and id(p) in self._bare: p.grad = None
         else: p.grad.zero_()
 

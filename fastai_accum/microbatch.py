@@ -7,14 +7,16 @@ Docs: https://fastai-accum.github.io/fastai_accum/microbatch.html.md"""
 # %% auto #0
 __all__ = ['slices', 'join', 'MicroBatch']
 
-# %% ../nbs/microbatch.ipynb #8041d1e5
+# %% ../nbs/microbatch.ipynb #a5411be7
+import warnings
 from contextlib import contextmanager,nullcontext
 from collections.abc import Mapping
+from numbers import Integral
 from fastai.basics import *
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.checkpoint import checkpoint
-from .core import AccumulateStep,_is_a
+from .core import AccumulateStep,_batch_size,_is_a
 from .rewind import Buffers,RandomState,WindowState,accelerators,is_out_of_memory
 
 # %% ../nbs/microbatch.ipynb #f9030260
@@ -57,9 +59,13 @@ def slices(
     "Cut `b` along the first dimension into slices of `bs` samples; the last one may be smaller"
     n = _n_rows(b)
     def cut(o, i):
-        if isinstance(o, (list,L)) and len(o)==n and not _leaves(o): return o[i:i+bs]   # texts, or names of files
+        if isinstance(o, (Tensor,np.ndarray)): return o[i:i+bs] if o.ndim else o
+        if isinstance(o, (list,tuple,L)) and len(o)==n and not _leaves(o): return o[i:i+bs]   # texts, or names of files
         if isinstance(o, (list,tuple,L)): return _like(o, [cut(v, i) for v in o])
-        return _map(lambda x: x[i:i+bs] if x.ndim else x, o)
+        if not isinstance(o, Mapping): return o
+        res = copy(o)   # keeps what a dictionary of transformers knows besides
+        for k in o: res[k] = cut(o[k], i)
+        return res
     return [_like(b, [cut(o, i) for o in b]) for i in range(0, n, bs)]
 
 # %% ../nbs/microbatch.ipynb #25019c8d
@@ -70,7 +76,7 @@ def _join(path, sizes, os):
     o = os[0]
     if isinstance(o, (Tensor,np.ndarray)):
         bad = first(x.shape for x,n in zip(os, sizes) if not _fit(x, n))
-        if bad is not None: raise ValueError(f"MicroBatch: {path}, which the model returns for a slice of {sizes[0]} samples, has shape {tuple(bad)}; return a row for each sample, or pass valid=False")
+        if bad is not None: raise ValueError(f"MicroBatch: {path}, which the model returns for a slice of {sizes[0]} samples, has shape {tuple(bad)}; return a row for each sample, or pass valid=False if this is validation")
         return torch.cat(os) if isinstance(o, Tensor) else np.concatenate(os)
     if isinstance(o, Mapping):
         res = copy(o)
@@ -80,7 +86,7 @@ def _join(path, sizes, os):
         if [len(x) for x in os]==sizes and not (_leaves(o) and all(_fit(x, n) for x,n in zip(os, sizes))): return type(o)(v for x in os for v in x)   # an entry a sample
         if len({len(x) for x in os})==1: return _like(o, [_join(f'{path}[{k}]', sizes, vs) for k,vs in enumerate(map(list, zip(*os)))])
     elif all(x is o or isinstance(x, (str,bool,int,float)) and x==o for x in os): return o
-    raise ValueError(f"MicroBatch: {path}, which the model returns, is a {type(o).__name__} that cannot be joined over slices; return tensors with a row for each sample, or pass valid=False")
+    raise ValueError(f"MicroBatch: {path}, which the model returns, is a {type(o).__name__} that cannot be joined over slices; return tensors with a row for each sample, or pass valid=False if this is validation")
 
 def join(
     preds:list, # Predictions of a model for each slice
@@ -97,16 +103,21 @@ class MicroBatch(Callback):
         bs:int|str='auto', # Samples in a slice; 'auto' starts with the whole batch, and halves the slice when memory runs out
         coupled:bool=False, # Show callbacks and the loss the whole batch; only the model runs slice by slice, twice
         valid:bool=True, # Run the model slice by slice in validation and prediction too
-        split:Callable|None=None # `(batch, bs) -> slices`, for batches whose samples are not along the first dimension
+        split:Callable|None=None, # `(batch, bs) -> slices` in the order of the samples, for batches whose samples are not along the first dimension
+        weight:Callable|None=None # `(pred, *yb) -> float`, what the mean of the loss divides by, for a loss that `loss_weight` does not know
     ):
-        if bs!='auto' and (isinstance(bs, bool) or not isinstance(bs, int) or bs<1):
-            raise ValueError(f"MicroBatch: bs must be an int of at least 1, or 'auto', got {bs!r}")
+        if bs!='auto':
+            if isinstance(bs, bool) or not isinstance(bs, Integral) or bs<1: raise ValueError(f"MicroBatch: bs must be an int of at least 1, or 'auto', got {bs!r}")
+            bs = int(bs)
         for k,v in dict(coupled=coupled, valid=valid).items():
             if not isinstance(v, bool): raise ValueError(f"MicroBatch: {k} must be True or False, got {v!r}")
         if split is not None and not callable(split): raise ValueError(f"MicroBatch: split must be a function (batch, bs) -> slices, got {split!r}")
+        if weight is not None and not callable(weight): raise ValueError(f"MicroBatch: weight must be a function (pred, *yb) -> float, got {weight!r}")
         store_attr()
         self._engine,self._depth,self._old = None,0,None
-        self._failed,self._told,self._window = [],False,None
+        self._failed,self._n_told,self._window = [],0,None
+        self._is_over = False   # the callbacks have begun to record the batch
+        self.size,self._warned,self._checked = None,False,False   # `size` of the slices of the last batch
 
     __setattr__ = object.__setattr__   # fastai's looks for each name in the model too, to warn of shadowing
 
@@ -114,9 +125,12 @@ class MicroBatch(Callback):
     def learn(self): return self.__dict__.get('_learn')
     @learn.setter
     def learn(self, v):
-        if v is None and self.learn is not None: self._leave(all=True); self._set_engine(None)
+        if v is None and self.learn is not None:
+            self._leave(all=True)
+            if sum(o is self for o in self.learn.cbs)>1: return   # registered twice, and only removed once
+            self._set_engine(None)
         self.__dict__['_learn'] = v
-        if v is not None and not hasattr(v, 'accumulate_step'): self._set_engine(AccumulateStep())
+        if v is not None and not hasattr(v, 'accumulate_step'): self._set_engine(AccumulateStep(weight=self.weight))
 
     def __call__(self, event_name):
         if event_name=='before_fit': self._choose_engine()
@@ -143,9 +157,10 @@ def _choose_engine(self:MicroBatch):
     if learn.cbs.map(_is_a, name='MicroBatch').count(True)>1: raise ValueError("MicroBatch: cbs of the learner and of this fit hold more than one of them, keep one (`learn.micro_batch` replaces)")
     others = learn.cbs.filter(_is_a, name='AccumulateStep')
     if others:
+        if self.weight is not None: raise ValueError("MicroBatch: weight has no effect beside an AccumulateStep; give it to that one")
         if self._engine is not None: self._set_engine(None)
         setattr(learn, others[0].name, others[0])
-    elif self._engine is None: self._set_engine(AccumulateStep())
+    elif self._engine is None: self._set_engine(AccumulateStep(weight=self.weight))
 
 # %% ../nbs/microbatch.ipynb #d0cc1523
 @patch
@@ -175,18 +190,31 @@ def _loop(self:MicroBatch, all_batches):
 @patch
 def _guard_loop(self:MicroBatch): self.learn.accumulate_step._borrow(self.learn, all_batches=partial(self._loop, self.learn.all_batches))
 
+# %% ../nbs/microbatch.ipynb #6278a944
 @patch
 def before_fit(self:MicroBatch):
+    "Refuse, or warn of, what cannot mean what it says"
     learn = self.learn
     if learn.lock.locked(): return
     self._leave(all=True)
+    self._checked,bs = False,_batch_size(getattr(learn.dls, 'train', None))
+    if self.bs!='auto' and bs and self.bs>bs and not self._warned:
+        self._warned = True
+        warnings.warn(f"MicroBatch: bs={self.bs} is above the batch size {bs} of the loader, so no batch is cut; "
+                      "to step on more samples than a batch has, take AccumulateStep")
     if hasattr(get_model(learn.model), 'reset') and not _State(learn.model).ms:
         raise ValueError("MicroBatch: the model has a reset(), so it goes on from a state of its own, of which each slice would need its rows; "
                          "that is known of fastai's AWD-LSTM only. Give its loader a smaller batch size, and AccumulateStep")
+
+# %% ../nbs/microbatch.ipynb #2e4433ea
 @patch
-def before_epoch(self:MicroBatch): self._guard_loop()
+def before_epoch(self:MicroBatch):
+    "Guard the loop over the batches"
+    self._guard_loop()
+
 @patch
 def before_train(self:MicroBatch):
+    "Take over the batches, and refuse what could not be gone back from"
     self._enter()
     acc = self.learn.accumulate_step
     if self.bs=='auto' and acc.group: acc.late,acc.agree = True,self._agree
@@ -194,23 +222,39 @@ def before_train(self:MicroBatch):
         raise ValueError("MicroBatch: bs='auto' cannot go back where processes add up samples of batches that vary in size (n_samples); give bs, or n_step")
     if acc.group and not acc.group.waits and (acc.agree or self.coupled):
         raise ValueError("MicroBatch: a model in fully_shard synchronises in its backward passes, of which coupled=True and bs='auto' make others; give bs, without coupled")
+
 @patch
 def after_train(self:MicroBatch):
+    "Give them back, and guard the loop over the validation batches"
     self._leave(); self._guard_loop()
     self.learn.accumulate_step.late,self.learn.accumulate_step.agree = False,None
+
 @patch
 def before_validate(self:MicroBatch):
+    "Take over the batches"
     self._enter()
     group = self.learn.accumulate_step.group
     if self.bs=='auto' and group: group.prepare()   # or one that tries again would send buffers again
+
 @patch
-def after_validate(self:MicroBatch): self._leave()
+def after_validate(self:MicroBatch):
+    "Give them back"
+    self._leave()
+
+@patch
+def after_batch(self:MicroBatch):
+    "Note that callbacks come to record the batch"
+    self._is_over = True
+
 @patch
 def after_epoch(self:MicroBatch):
-    "The loop may have been cancelled with its epoch, or its fit"
+    "Give them back if the loop was cancelled with its epoch, or its fit"
     if not self.learn.lock.locked(): self._leave(all=True)
+
 @patch
-def after_fit(self:MicroBatch): self.after_epoch()
+def after_fit(self:MicroBatch):
+    "The same at the end of a fit"
+    self.after_epoch()
 
 # %% ../nbs/microbatch.ipynb #9bea05d0
 def _within(a, b):
@@ -237,15 +281,32 @@ def _size(self:MicroBatch, b):
     failed = [rows for training,s,rows in self._failed if training>=self.learn.training and _within(s, self._shape(b))]
     return min([self._n(b), *(-(-rows//2) for rows in failed)])
 
-# %% ../nbs/microbatch.ipynb #4b42eef2
+# %% ../nbs/microbatch.ipynb #74658e76
+def _kind(o): return f'{type(o).__name__} of {len(o)}' if isinstance(o, (list,tuple)) else type(o).__name__
+
 @patch
 def _cut(self:MicroBatch, b):
     "The slices of `b`"
-    bs = self._size(b)
+    self.size = bs = self._size(b)
     if self.split is None: return slices(b, bs)
     res = self.split(b, bs)
-    if isinstance(res, (list,tuple)) and len(res) and all(isinstance(o, (list,tuple)) and len(o)==len(b) for o in res): return res
-    raise ValueError(f"MicroBatch: split must return a list of slices, each with the {len(b)} elements of the batch, got {type(res).__name__}: {res!r:.100}")
+    bad = [o for o in res if not isinstance(o, (list,tuple)) or len(o)!=len(b)] if isinstance(res, (list,tuple)) and len(res) else [res]
+    if bad: raise ValueError(f"MicroBatch: split must return a list of slices, each with the {len(b)} elements of the batch, got {_kind(bad[0])}")
+    self._check_split(b, res, bs)
+    return res
+
+@patch
+def _check_split(self:MicroBatch, b, parts, bs):
+    "Whether the targets are all there; once a fit, whether they are in their order"
+    n_inp,n = self._n_inp(b),self._n(b)
+    if not b[n_inp:]: return
+    sizes = [self._n(o) for o in parts]
+    if sum(sizes)!=n or max(sizes)>bs:
+        raise ValueError(f"MicroBatch: split must give each of the {n} samples to one slice of at most {bs}, got slices of {str(sizes):.100}")
+    for k,y in enumerate(b[n_inp:] if not self._checked else (), n_inp):
+        if isinstance(y, Tensor) and y.ndim and y.shape[0]==n and not torch.equal(torch.cat([o[k] for o in parts]), y):
+            raise ValueError(f"MicroBatch: split must keep the order of the samples, but the slices of batch[{k}], one after the other, are not batch[{k}]")
+    self._checked = True
 
 @patch
 def _one_batch(self:MicroBatch, one_batch, i, b):
@@ -253,8 +314,11 @@ def _one_batch(self:MicroBatch, one_batch, i, b):
     learn = self.learn
     run = one_batch
     if learn.training or self.valid: run,b = partial(self._whole if self.coupled or not learn.training else self._train, one_batch),learn._set_device(b)
-    if self.bs=='auto' and run is not one_batch: self._try(run, i, b)
-    else: run(i, b)
+    if self.bs=='auto' and run is not one_batch: return self._try(run, i, b)
+    try: run(i, b)
+    except Exception as e:
+        if is_out_of_memory(e) and hasattr(e, 'add_note'): e.add_note("MicroBatch: give a smaller bs, or bs='auto' and valid=True, which find one")
+        raise
 
 # %% ../nbs/microbatch.ipynb #d82fee5e
 @patch
@@ -326,31 +390,45 @@ def _forward(self:MicroBatch, forward, *xb, **kwargs):
         with state.rows(sum(sizes[:k]), sizes[k], sum(sizes)):
             if torch.is_grad_enabled():
                 was,buffers = RandomState(devices, was),Buffers(self.learn.model, before=buffers)
-                preds.append(_twice(state, was, buffers, forward, part[:len(xb)]))
+                preds.append(_twice(self.learn.model, state, was, buffers, forward, part[:len(xb)]))
             else: preds.append(forward(*part[:len(xb)]))
-    return join(preds, sizes)
+    return join(preds, sizes if self.split is None or self.learn.yb else [find_bs(o) for o in preds])
 
-# %% ../nbs/microbatch.ipynb #928a20d2
+# %% ../nbs/microbatch.ipynb #7de5fa1e
 @contextmanager
-def _replay(state, was, buffers, hidden):
-    "Let the model run once more from the random state `was`, `buffers` and `hidden` states, and leave no trace but gradients"
-    now,new = RandomState(was.devices),state.get()
-    was.restore(); state.set(hidden)
+def _replay(model, state, was, buffers, hidden, modes):
+    "Let the model run once more from the random state `was`, `buffers`, `hidden` states and `modes`, and leave no trace but gradients"
+    now,new,new_modes = RandomState(was.devices),state.get(),_modes(model)
+    was.restore(); state.set(hidden); _set_modes(model, modes)
     try:
         with buffers.lent(): yield
-    finally: now.restore(); state.set(new)
+    finally: now.restore(); state.set(new); _set_modes(model, new_modes)
 
-def _twice(state, was, buffers, forward, part):
+def _modes(model): return [m.training for m in model.modules()]
+def _set_modes(model, to):
+    for m,training in zip(model.modules(), to): m.training = training
+
+# %% ../nbs/microbatch.ipynb #5f3f1807
+def _twice(model, state, was, buffers, forward, part):
     "The predictions of `forward` for `part`; the backward pass computes them once more"
-    hidden,preds = state.get(),None
+    hidden,modes,preds,needs = state.get(),_modes(model),None,None
     def run(_, *xs):
-        nonlocal preds
+        nonlocal preds,needs
         xs = iter(xs)
         args = _map(lambda o: next(xs) if isinstance(o, Tensor) else o, part)
-        with _replay(state, was, buffers, hidden) if torch.is_grad_enabled() else nullcontext(): preds = forward(*args)
+        if torch.is_grad_enabled():
+            with _replay(model, state, was, buffers, hidden, modes): return tuple(o for _,o in _leaves(forward(*args)))
+        versions = [o._version for _,o in _leaves(part) if isinstance(o, Tensor)]
+        with torch.enable_grad(): preds = forward(*args)
+        if versions!=[o._version for _,o in _leaves(part) if isinstance(o, Tensor)]:
+            raise RuntimeError("MicroBatch: the model changes its input in place, and coupled=True shows it the input twice; change a copy, or do without coupled")
+        outs = [o for _,o in _leaves(preds)]
+        needs = [isinstance(o, Tensor) and o.requires_grad for o in outs]
+        preds = _map(lambda o: o.detach() if isinstance(o, Tensor) else o, preds)
         return tuple(o for _,o in _leaves(preds))
     needed = torch.ones((), requires_grad=True)   # of the arguments of a checkpoint, one has to require a gradient
-    outs = iter(checkpoint(run, needed, *[o for _,o in _leaves(part) if isinstance(o, Tensor)], use_reentrant=True, preserve_rng_state=False))
+    outs = checkpoint(run, needed, *[o for _,o in _leaves(part) if isinstance(o, Tensor)], use_reentrant=True, preserve_rng_state=False)
+    outs = iter([o if need or not isinstance(o, Tensor) else o.detach() for o,need in zip(outs, needs)])
     return _map(lambda o: next(outs), preds)
 
 # %% ../nbs/microbatch.ipynb #38831e88
@@ -362,15 +440,16 @@ def _try(self:MicroBatch, run, i, b):
     seen.append((i, b, [(o,o._version) for _,o in _leaves(b) if isinstance(o, Tensor)]))
     todo = seen[-1:]
     while todo:
+        self._is_over = False
         try:
             for i,b,_ in todo: run(i, b)
             todo = []
         except Exception as e:
-            if not is_out_of_memory(e) or learn.training and acc.window.closed: raise   # in the middle of a step
+            if not is_out_of_memory(e) or (acc.window.closed if learn.training else self._is_over): raise   # in the middle of a step, or in a metric
             self._shrink(b, e, seen)
             todo = seen
         if todo: start.restore()   # not sooner: the error has held the activations
-    if learn.training: self._tell(b)
+    self._tell(b)
     if learn.training and not acc.window.open: self._window = None
 
 @patch
@@ -395,7 +474,8 @@ def _shrink(self:MicroBatch, b, err, seen):
     if rows==1:
         tried = sorted({r for _,s,r in self._failed if _within(s, self._shape(b))}, reverse=True)
         raise RuntimeError(f"MicroBatch: memory runs out even with one sample at a time; tried slices of {', '.join(map(str, [*tried,1]))} of {self._n(b)} samples "
-                           f"of shape {self._shape(b)[0]}. Take smaller samples, a smaller model, or gradient checkpointing") from err
+                           f"of shape {self._shape(b)[0]}. Take smaller samples, a smaller model, or gradient checkpointing"
+                           + ("; or a smaller batch, if it is the loss that runs out, which coupled=True shows all of it" if self.coupled else "")) from err
     self._failed.append((learn.training, self._shape(b), rows))
 
 @patch
@@ -410,10 +490,11 @@ def _agree(self:MicroBatch):
 
 @patch
 def _tell(self:MicroBatch, b):
-    "Say once what has been found"
-    if self._told or not self._failed: return
-    self._told = True
-    if not rank_distrib(): print(f"MicroBatch: memory ran out, and batches of {self._n(b)} are now cut into slices of {self._size(b)}")
+    "Say what has been found"
+    if self._n_told==len(self._failed): return
+    self._n_told = len(self._failed)
+    where = '' if self.learn.training else ' in validation'
+    if not rank_distrib(): print(f"MicroBatch: memory ran out{where}, and batches of {self._n(b)} are now cut into slices of {self._size(b)}")
 
 # %% ../nbs/microbatch.ipynb #86705be5
 @patch

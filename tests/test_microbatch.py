@@ -1,5 +1,5 @@
 "Batches in slices against whole batches"
-import pickle,pytest
+import pickle,pytest,sys
 from harness import *
 from fastai_accum.microbatch import *
 from fastai_accum.rewind import *
@@ -49,9 +49,23 @@ losses = dict(
 @modes
 @pytest.mark.parametrize('loss', losses)
 def test_losses(coupled, loss):
-    kwargs = dict(loss_func=losses[loss]())
+    "A sum stays the sum that it is with the whole batch"
+    kwargs = dict(loss_func=losses[loss](), opt_func=SGD)
+    whole = train(**kwargs)
+    assert_same(train(MicroBatch(5, coupled), **kwargs), whole)
     engine = AccumulateStep(average=False) if loss=='of_sum' else AccumulateStep()
-    assert_same(train([MicroBatch(5, coupled),engine], **kwargs), train(**kwargs))
+    assert_same(train([MicroBatch(5, coupled),engine], **kwargs), whole)
+
+def test_weight():
+    "Of a loss that nobody knows"
+    w = tensor([1.,10.,3.]).double()
+    def loss(p, y): return F.cross_entropy(p, y, weight=w)
+    weight = lambda p, y: w[y].sum()
+    whole = train(loss_func=loss, opt_func=SGD)
+    assert_same(train(MicroBatch(5, weight=weight), loss_func=loss, opt_func=SGD), whole)
+    assert_same(train([MicroBatch(5),AccumulateStep(weight=weight)], loss_func=loss, opt_func=SGD), whole)
+    assert worst(train(MicroBatch(5), loss_func=loss, opt_func=SGD), whole)[0]>1e-3
+    with pytest.raises(ValueError, match='MicroBatch: weight has no effect beside an AccumulateStep'): train([MicroBatch(5, weight=weight),AccumulateStep()])
 
 def info_nce(p, y):
     p = F.normalize(p, dim=1)
@@ -141,6 +155,22 @@ def test_slices_of_containers():
     assert type(a[1]) is UserDict and len(a[1]['m'])==3 and len(b[1]['m'])==4
     assert [len(o[2][0]) for o in (a,c)]==[3,1] and a[2][1:]==[None,'text'] and a[3]==3
 
+def test_texts_as_a_loader_collates_them():
+    "fastai makes a tuple of strings, and nests them"
+    b = torch.ones(4,2),('a','b','c','d'),dict(names=['x']*4, more=(['y']*4,torch.zeros(4)))
+    a,c = slices(b, 3)
+    assert a[1]==('a','b','c') and c[1]==('d',) and a[2]['names']==['x']*3 and a[2]['more'][0]==['y']*3 and len(c[2]['more'][1])==1
+    class Named:
+        def __len__(self): return 40
+        def __getitem__(self, i): return features(80)[i],classes(80)[i],f'{i%3}'
+    def dls(n, bs, drop_last):
+        res = DataLoaders(DataLoader(Named(), bs=bs), DataLoader(Named(), bs=bs))
+        res.n_inp = 1
+        return res
+    def loss(p, y, names): return sum(F.cross_entropy(a[None], b[None])*(1+int(n)) for a,n,b in zip(p, names, y))/len(p)
+    kwargs = dict(dls=dls, loss_func=loss)
+    assert_same(train(MicroBatch(5), **kwargs), train(**kwargs))
+
 packed = nn.utils.rnn.pack_sequence([torch.ones(3),torch.ones(2)])
 bad = {
     'batch[1] has shape (2, 5), but batch[0] has 5 samples': (torch.ones(5), torch.ones(2,5)),
@@ -154,7 +184,8 @@ def test_batches_that_cannot_be_cut(msg):
 
 @pytest.mark.parametrize('kwargs,msg', [
     (dict(bs=0), 'bs must be an int of at least 1'), (dict(bs=2.5), 'bs must be'), (dict(bs=True), 'bs must be'), (dict(bs='big'), "or 'auto', got 'big'"),
-    (dict(coupled=1), 'coupled must be True or False, got 1'), (dict(valid=None), 'valid must be'), (dict(split=3), 'split must be a function')])
+    (dict(coupled=1), 'coupled must be True or False, got 1'), (dict(valid=None), 'valid must be'), (dict(split=3), 'split must be a function'),
+    (dict(weight=3), 'weight must be a function')])
 def test_bad_arguments(kwargs, msg):
     with pytest.raises(ValueError, match=f'MicroBatch: .*{re.escape(msg)}'): MicroBatch(**{**dict(bs=8), **kwargs})
 
@@ -172,6 +203,17 @@ def test_split(coupled):
     assert_same(train(MicroBatch(5, coupled, split=split), **kwargs), train(**kwargs))
     with pytest.raises(ValueError, match='MicroBatch: split must return a list of slices, each with the 2 elements'):
         train(MicroBatch(5, coupled, split=lambda b, bs: [b[0]]), **kwargs)
+
+@modes
+@pytest.mark.parametrize('split,msg', [
+    (lambda b, bs: [(b[0][:bs],b[1][:bs])], 'split must give each of the 32 samples to one slice of at most 8, got slices of [8]'),
+    (lambda b, bs: [b, b], 'got slices of [32, 32]'),
+    (lambda b, bs: [b], 'got slices of [32]'),
+    (lambda b, bs: [(b[0][i::4],b[1][i::4]) for i in range(4)], 'split must keep the order of the samples, but the slices of batch[1]'),
+    (lambda b, bs: [o.split(bs) for o in b], 'each with the 2 elements of the batch, got tuple of 4'),
+    (lambda b, bs: dict(x=b), 'got dict'), (lambda b, bs: [b[0]], 'got Tensor')], ids=['loses','repeats','too_large','shuffles','transposed','dict','tensor'])
+def test_bad_splits(coupled, split, msg):
+    with pytest.raises(ValueError, match='MicroBatch: .*'+re.escape(msg)): train(MicroBatch(8, coupled, split=split), n=64)
 
 class Packed(nn.Module):
     "Texts of any length one after the other, and where each of them starts"
@@ -194,7 +236,10 @@ def split_packed(b, bs):
 @modes
 def test_packed_texts(coupled):
     kwargs = dict(dls=packed_dls, model=Packed, **one_group)
-    assert_same(train(MicroBatch(5, coupled, split=split_packed), **kwargs), train(**kwargs))
+    a,b = train(MicroBatch(5, coupled, split=split_packed), **kwargs),train(**kwargs)
+    assert_same(a, b)
+    test = DataLoader([o[:2] for o in a.dls.valid], bs=None)   # no targets to count the samples by
+    assert rel(a.get_preds(dl=test)[0], b.get_preds(dl=test)[0])[0]<=TOL
 
 @modes
 def test_lr_find(coupled, tmp_path):
@@ -254,6 +299,11 @@ def test_metrics_over_the_training_set(coupled):
 def test_sums_in_another_dtype(coupled):
     "`GradAccumDtype` and `SkipNonFinite` find the windows, whatever the order of the callbacks"
     assert_same(train([GradAccumDtype(torch.float64),SkipNonFinite(),MicroBatch(5, coupled)]), train())
+
+def test_the_size():
+    "A number of NumPy is one; more than the loader's batches have is not what was meant"
+    assert train(MicroBatch(np.int64(5))).micro_batches.size==5
+    with pytest.warns(UserWarning, match='MicroBatch: bs=100 is above the batch size 32 of the loader'): train(MicroBatch(100))
 
 class StackedCE(nn.CrossEntropyLoss): y_int = True   # as fastai's: MixUp mixes losses, not targets
 
@@ -323,6 +373,24 @@ def test_a_one_batch_of_the_user():
         assert vars(learn)['one_batch'] is own
     assert_same(train(MicroBatch(16), n=64, fit=fit), train(n=64, fit=lambda l: l.fit(1)))
     assert seen==[16]*4+[16,8]
+
+def test_an_error_before_the_loop():
+    "Of another callback, where no event and no guard tells of it: gone by the next fit, or with the callback"
+    for event in 'before_train','before_validate':
+        learn = make_learner(make_dls(76, 32), cbs=MicroBatch(5))
+        with learn.added_cbs(Stop(event, ValueError('no'), 1)), pytest.raises(ValueError): learn.fit(1)
+        learn.fit(1)
+        assert 'one_batch' not in vars(learn) and learn.micro_batches._depth==0
+        with learn.added_cbs(Stop(event, ValueError('no'), 1)), pytest.raises(ValueError): learn.fit(1)
+        learn.remove_cb(MicroBatch)
+        assert 'one_batch' not in vars(learn)
+
+def test_registered_twice():
+    cb = MicroBatch(5)
+    learn = make_learner(make_dls(76, 32), cbs=cb)
+    with pytest.raises(ValueError, match='MicroBatch: cbs of the learner and of this fit hold more than one'): learn.fit(1, cbs=cb)
+    learn.fit(1)
+    assert len(learn.spy.steps)==3
 
 def test_removed():
     "Its own `AccumulateStep` goes with it"
@@ -418,6 +486,60 @@ def test_random_state_of_an_accelerator(name, args, monkeypatch):
     monkeypatch.setattr(torch, name, SimpleNamespace(get_rng_state=lambda **kw: seen.append(kw) or 'state', set_rng_state=lambda s, **kw: seen.append((s,kw))), raising=False)
     RandomState([torch.device(name)]).restore()
     assert seen==[args, ('state',args)]
+
+def test_auto_adds_up_samples():
+    "Windows of `n_samples` go back too, and the schedule with them"
+    for n_samples in 20,32,50:
+        a,b = (train([MicroBatch(bs),AccumulateStep(n_samples=n_samples)], bs=8, model=m, **one_group) for bs,m in (('auto',partial(Small, 2)),(2,Noisy)))
+        assert_same(a, b, tol=0)
+        assert a.accumulate_step.plan==b.accumulate_step.plan
+
+@pytest.mark.parametrize('n_times', [1,3])
+def test_auto_in_a_metric(n_times):
+    "Memory that runs out when callbacks record the batch is not the model's: a batch that was tried again would count twice"
+    def metric(p, y):
+        if len(p)>12: raise OutOfMemory('CUDA out of memory')
+        return 0.
+    learn = make_learner(make_dls(64, 16), cbs=MicroBatch(), metrics=metric)
+    with pytest.raises(OutOfMemory): learn.validate()
+    assert not learn.micro_batches._failed
+
+def test_auto_says_again():
+    "What it has found when memory gets scarce, in training and in validation"
+    import contextlib,io
+    out = io.StringIO()
+    model = Small(16)
+    def later(cb): model.limit = 4
+    at = model.a.register_forward_hook(lambda m, x, o: Small.raise_(SimpleNamespace(err=None)) if not m.training and len(x[0])>8 else None)
+    learn = make_learner(make_dls(96, 32), model, cbs=[MicroBatch(),Callback(after_epoch=later)], **one_group)
+    with contextlib.redirect_stdout(out): learn.fit(2)
+    at.remove()
+    said = out.getvalue().splitlines()
+    assert said==['MicroBatch: memory ran out, and batches of 32 are now cut into slices of 16', 'MicroBatch: memory ran out in validation, and batches of 16 are now cut into slices of 8',
+                  'MicroBatch: memory ran out, and batches of 32 are now cut into slices of 4']
+
+@pytest.mark.skipif(sys.version_info<(3,11), reason='notes on exceptions came with Python 3.11')
+def test_advice_when_a_given_size_does_not_fit():
+    with pytest.raises(OutOfMemory) as e: train(MicroBatch(16), model=partial(Small, 8), **one_group)
+    assert e.value.__notes__==["MicroBatch: give a smaller bs, or bs='auto' and valid=True, which find one"]
+
+class OwnOptimizer(Callback):
+    "Parameters of the loss, with an optimizer that the learner does not know of"
+    run_valid = False
+    def before_fit(self): self.opt = torch.optim.SGD(self.learn.loss_func.parameters(), lr=.1)
+    def before_step(self): self.opt.step(); self.opt.zero_grad()
+class Scaled(nn.Module):
+    def __init__(self): super().__init__(); self.s = nn.Parameter(torch.ones(3).double())
+    def forward(self, p, y): return F.cross_entropy(p*self.s, y)
+@modes
+def test_parameters_of_the_loss(coupled):
+    a,b = (train([OwnOptimizer(),*L(cb)], loss_func=Scaled()) for cb in (MicroBatch(5, coupled),None))
+    assert_same(a, b)
+    assert rel(a.loss_func.s, b.loss_func.s)[0]<=TOL
+    a,b = (train([OwnOptimizer(),MicroBatch(bs, coupled),AccumulateStep(2)], bs=8, loss_func=Scaled(), model=m, **one_group)
+           for bs,m in (('auto',partial(Small, 4, 'backward')),(4,Noisy)))
+    assert_same(a, b, tol=0)
+    assert torch.equal(a.loss_func.s, b.loss_func.s)
 
 def test_auto_says_what_it_has_found(capsys):
     learn = train(MicroBatch(), model=partial(Small, 8), **one_group)
@@ -528,12 +650,60 @@ def test_the_second_pass_of_a_model_with_a_state():
     import fastai_accum.microbatch as m
     kwargs = dict(dls=texts_dls, model=partial(language_model, .3), n=40, bs=16, loss_func=TokenLoss(), splitter=trainable_params)
     a = train([*rnn_cbs(2., 1.),MicroBatch(5, True)], **kwargs)
-    twice,m._twice = m._twice,lambda model, state, was, f, part: f(*part)
+    twice,m._twice = m._twice,lambda model, state, was, buffers, f, part: f(*part)
     try: b = train([*rnn_cbs(2., 1.),MicroBatch(5, True)], **kwargs)
     finally: m._twice = twice
     assert_same(a, b)
 
 # What models, callbacks and learners do besides
+
+class Bank(nn.Module):
+    "A loss that keeps what the model has detached, as MoCo does, and looks at it in NumPy"
+    def __init__(self): super().__init__(); self.queue = []
+    def forward(self, p, y):
+        out,key = p
+        assert out.requires_grad and not key.requires_grad
+        self.queue = [*self.queue[-3:],key]
+        return F.cross_entropy(out, y)+(out.mean(0)-torch.cat(self.queue).mean(0)).pow(2).sum()*float(key.numpy().std())
+def test_outputs_without_gradient():
+    class Detaches(Noisy):
+        def forward(self, x): o = super().forward(x); return o,o.detach()
+    class Kept(Detaches):
+        def forward(self, x): return tuple(torch.cat(os) for os in zip(*[super(Kept, self).forward(o) for o in x.split(8)]))
+    def fit(learn): learn.fit(2, cbs=NoValid())
+    assert_same(train(MicroBatch(8, True), model=Detaches, loss_func=Bank(), fit=fit, **one_group), train(model=Kept, loss_func=Bank(), fit=fit, **one_group))
+
+class NoValid(Callback):
+    def before_validate(self): raise CancelValidException
+
+def test_slices_without_gradient():
+    "A slice, or all of the model, has no part in the gradient"
+    class Some(nn.Module):
+        def __init__(self): super().__init__(); self.m = small_model()
+        def forward(self, x):
+            out,keep = torch.zeros(len(x), 3).double(),x[:,0]>.5
+            if keep.any(): out[keep] = self.m(x[keep])
+            return out
+    assert_same(train(MicroBatch(2, True), model=Some, **one_group), train(model=Some, **one_group))
+    def frozen(): return small_model().requires_grad_(False)
+    kwargs = dict(model=frozen, splitter=lambda m: [[lf.s]])
+    lf = Scaled(); a = train(MicroBatch(8, True), loss_func=lf, **kwargs)
+    lf = Scaled(); b = train(loss_func=lf, **kwargs)
+    assert_same(a, b)
+    assert rel(a.loss_func.s, b.loss_func.s)[0]<=TOL
+
+def test_input_changed_in_place():
+    class Changes(Noisy):
+        def forward(self, x): return super().forward(x.mul_(.5))
+    with pytest.raises(RuntimeError, match='MicroBatch: the model changes its input in place, and coupled=True'): train(MicroBatch(8, True), model=Changes, **one_group)
+
+def test_modes_of_the_first_pass():
+    "A callback sets a part of the model to evaluation for the length of its forward pass"
+    class Mode(Callback):
+        run_valid = False
+        def before_batch(self): self.model.drop.eval()
+        def after_pred(self): self.model.drop.train()
+    assert_same(train([MicroBatch(8, True),Mode()], model=Noisy, **one_group), train(Mode(), model=InSlices, **one_group))
 
 @pytest.mark.parametrize('preds,msg', [
     ([(torch.ones(2),1.), (torch.ones(1),5.)], 'pred[1], which the model returns, is a float'),
@@ -575,7 +745,9 @@ def test_callbacks_that_call_the_model(coupled):
         def forward(self, x, scale=1.): return super().forward(x)*scale if len(x)<3 else super().forward(x)*scale + 0*self(x[:2]).sum()
     class Calls(Callback):
         def after_pred(self):
-            with torch.no_grad(): self.model(self.xb[0][:3]); self.model(*self.xb, scale=2.)
+            with torch.no_grad():
+                self.model(self.xb[0][:3])
+                assert not torch.equal(self.model(*self.xb, scale=2.), self.pred)
     assert_same(train([MicroBatch(5, coupled),Calls()], model=Asks, **one_group), train(Calls(), model=Asks, **one_group))
 
 def test_inputs_that_a_callback_doubles():
@@ -648,6 +820,19 @@ def test_auto_keeps_what_was_there_before_the_fit():
     kwargs = dict(n=64, fit=fit, splitter=lambda m: [params(m.bn)+params(m.b)])
     a,b = train([MicroBatch(),GradientClip(.1)], model=partial(Small, 8), **kwargs),train([MicroBatch(8),GradientClip(.1)], model=Noisy, **kwargs)
     assert_same(a, b, tol=0)
+
+def test_auto_goes_back_twice_to_what_was_there():
+    "The second batch of a window does not fit, nor does its half: both times the gradients of the first are undone"
+    def fit(learn):
+        for p in learn.model.parameters(): p.grad = torch.full_like(p, .1)
+        learn.fit(1, .02)
+    def dls(n, bs, drop_last):
+        x,y = features(80),classes(80)
+        return DataLoaders(*[DataLoader([(x[i:j],y[i:j]) for i,j in ((0,8),(8,40),(40,48),(48,80))], bs=None) for _ in range(2)])
+    kwargs = dict(dls=dls, fit=fit, **one_group)
+    a,b = (train([MicroBatch(bs),AccumulateStep(2)], model=m, **kwargs) for bs,m in (('auto',partial(Small, 8)),(8,Noisy)))
+    assert_same(a, b, tol=0)
+    assert [rows for _,_,rows in a.micro_batches._failed]==[32,16]
 
 @pytest.mark.parametrize('where', ['train','valid'])
 def test_an_error_in_the_loader_leaves_nothing(where):

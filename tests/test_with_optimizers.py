@@ -40,6 +40,41 @@ def test_not_held(cbs, drop_last, works):
     works(a, b)
     for p,q in zip(a.model.parameters(), b.model.parameters()): works.same(p.grad, q.grad, 'what is left')
     assert b.model[2].bias.grad.abs().sum()>0, 'nothing has added up'
+    assert not a.accumulate_step._unheld, 'parameters of a model that may be replaced'
+
+class Ends(Callback):
+    "Raises `err` in the third step, before or after it"
+    run_valid = False
+    def __init__(self, event, err): setattr(self, event, self._end); self.err = err
+    def _end(self):
+        if self.train_iter==2: raise self.err
+@pytest.mark.parametrize('err', [ValueError('no'),KeyboardInterrupt(),CancelEpochException(),CancelFitException()], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize('event', ['before_batch','after_backward','before_step','after_step'])
+def test_not_held_and_cut_short(event, err):
+    "Of a window that is cut short nothing stays, and of those before it all that they have left"
+    grads = []
+    note = Callback(after_step=lambda cb: grads.append(cb.model[2].weight.grad.clone()))
+    for cbs,bs in ([],16),([AccumulateStep(2)],8):
+        grads.clear()
+        learn = make_learner(make_dls(64, bs, shuffle=False), cbs=[*cbs,note,Ends(event, err)], splitter=lambda m: [params(m[0])])
+        try: learn.fit(1)
+        except (ValueError,KeyboardInterrupt): pass
+        if cbs: assert rel(learn.model[2].weight.grad, grads[-1])[0]<=TOL and len(grads)==(3 if event=='after_step' else 2)
+
+@pytest.mark.parametrize('drop', [{0,1},{2,3},{1},{6,7}], ids=str)
+def test_not_held_and_left_out(drop):
+    "Windows whose micro-batches are all left out do not lose what others have left"
+    cb = Callback(after_loss=lambda cb: cb.accumulate_step.drop() if cb.training and cb.iter in drop else None)
+    keep = [i for i in range(8) if i not in drop]
+    kwargs = dict(splitter=lambda m: [params(m[0])], opt_func=SGD)
+    a = make_learner(make_dls(64, 8, shuffle=False), cbs=[AccumulateStep(2),cb], **kwargs)
+    a.fit(1)
+    x,y = features(64),classes(64)
+    windows = [[i for i in w if i in keep] for w in ([0,1],[2,3],[4,5],[6,7])]
+    batches = [(torch.cat([x[8*i:8*i+8] for i in w]),torch.cat([y[8*i:8*i+8] for i in w])) for w in windows if w]
+    b = make_learner(DataLoaders(DataLoader(batches, bs=None), DataLoader(batches, bs=None)), **kwargs)
+    b.fit(1)
+    for p,q in zip(a.model.parameters(), b.model.parameters()): assert rel(p.grad, q.grad)[0]<=TOL
 
 def freezing(learn):
     learn.freeze();     learn.fit_one_cycle(1, .02)
