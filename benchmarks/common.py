@@ -1,5 +1,6 @@
 "What the benchmarks share: the machine, exact peak memory, paired timing, and results as a table and a file"
 import gc,json,os,platform,statistics,sys,time
+from contextlib import contextmanager
 from pathlib import Path
 os.environ.setdefault('KINETO_LOG_LEVEL', '5')   # the profiler would report the missing GPU as an error
 import torch
@@ -24,6 +25,15 @@ def machine():
     import fastai
     return f'{cpu}, {os.cpu_count()} cores{gpu}; Python {platform.python_version()}, torch {torch.__version__}, fastai {fastai.__version__}'
 
+@contextmanager
+def quiet():
+    "Without what the profiler of some versions writes to the file of standard error, past Python"
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with open(os.devnull, 'w') as null: os.dup2(null.fileno(), 2)
+    try: yield
+    finally: os.dup2(kept, 2); os.close(kept)
+
 def peak_bytes(f):
     "Largest number of bytes that are allocated at once while `f` runs, above what was there before: counted from every allocation, not sampled"
     gc.collect()
@@ -31,7 +41,7 @@ def peak_bytes(f):
         torch.cuda.synchronize(); torch.cuda.reset_peak_memory_stats()
         start = torch.cuda.memory_allocated(); f(); torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()-start
-    with torch.profiler.profile(profile_memory=True) as prof: f()
+    with quiet(), torch.profiler.profile(profile_memory=True) as prof: f()
     when = lambda e: e.start_ns() if hasattr(e, 'start_ns') else e.start_us()   # the name in older PyTorch
     events = [(when(e), e.nbytes()) for e in prof.profiler.kineto_results.events() if e.name()=='[memory]']
     now = peak = 0
