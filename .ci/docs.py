@@ -30,13 +30,21 @@ def processed():
     return cache
 
 def site():
-    if shutil.which('quarto'): return nbdev_docs.__wrapped__()
-    cache = processed()
-    smalldocs('check', cache)
-    smalldocs('render', '--strict', '--quiet', cache)
-    shutil.rmtree(cfg.doc_path, ignore_errors=True)
-    shutil.move(cache/cfg.doc_path.name, cfg.doc_path)
+    if shutil.which('quarto'): nbdev_docs.__wrapped__()
+    else:
+        cache = processed()
+        smalldocs('check', cache)
+        smalldocs('render', '--strict', '--quiet', cache)
+        shutil.rmtree(cfg.doc_path, ignore_errors=True)
+        shutil.move(cache/cfg.doc_path.name, cfg.doc_path)
+    stay_on_site()
     print(f'{len(list(cfg.doc_path.rglob("*.html")))} pages in {cfg.doc_path.name}/')
+
+def stay_on_site():
+    "Make the links to pages of this site relative, which nbdev writes with the address that the site will have"
+    for p in cfg.doc_path.rglob('*.html'):
+        up = '../'*(len(p.relative_to(cfg.doc_path).parts)-1) or './'
+        p.write_text(p.read_text().replace(f'<a href="{cfg.doc_host}{cfg.doc_baseurl}/', f'<a href="{up}'))
 
 def readme():
     cache = processed()

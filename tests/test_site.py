@@ -42,6 +42,8 @@ def page(browser, root):
 
 def local(url, root): return url.startswith(root)
 
+PROSE = "(() => { const o = document.querySelector('main').cloneNode(true); o.querySelectorAll('pre, code').forEach(c => c.remove()); return o.textContent })()"
+
 @pytest.mark.parametrize('path', pages)
 def test_page(path, page, root):
     "No console error, no failed request; images have a text and load; links and anchors lead somewhere"
@@ -52,6 +54,7 @@ def test_page(path, page, root):
     assert not failed and not page.errors
     images = page.evaluate("[...document.images].map(o => [o.src, o.alt.trim(), o.naturalWidth])")
     assert not [src[:80] for src,alt,width in images if not alt or not width], 'an image without alternative text, or that does not load'
+    assert '](' not in page.evaluate(PROSE), 'Markdown that is shown as it was written'
     broken = [href for href in page.evaluate("[...document.links].map(o => o.href)") if local(href, root) and not leads_somewhere(href, root)]
     assert not broken
 
