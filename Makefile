@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/.installed
 
-.PHONY: help demo test test-all works docs readme bench bench-distributed bench-microbatch clean
+.PHONY: help demo test test-all works docs readme experiments bench bench-distributed bench-microbatch clean
 
 help: ## One line for each command
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -40,6 +40,12 @@ bench-distributed: $(READY) ## What two processes send, and how long it takes th
 
 bench-microbatch: $(READY) ## What cutting a batch costs in time and saves in memory
 	$(BIN)/python benchmarks/microbatch.py
+
+experiments: $(READY) ## What the first users of accumulation tried, and other libraries (downloads MNIST)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations,bench]'
+	$(BIN)/python benchmarks/toy.py
+	$(BIN)/python benchmarks/mnist.py
+	$(BIN)/python benchmarks/others.py
 
 bench: $(READY) ## What accumulation costs in time and memory
 	$(BIN)/python benchmarks/overhead.py

@@ -81,3 +81,17 @@ def save(name, **kwargs):
     p.parent.mkdir(exist_ok=True)
     p.write_text(json.dumps(dict(machine=machine(), **kwargs), indent=1)+'\n')
     return p
+
+def mnist(folder=None):
+    "The 10,000 images of MNIST's test set as 28 × 28 floats from 0 to 1, shuffled, and their digits"
+    import gzip,numpy as np
+    if folder is None:
+        from fastai.data.external import untar_data,URLs
+        from PIL import Image
+        files = sorted((untar_data(URLs.MNIST)/'testing').glob('*/*.png'))
+        x,y = np.stack([np.array(Image.open(f)) for f in files]),np.array([int(f.parent.name) for f in files])
+    else:
+        read = lambda nm, skip: np.frombuffer(gzip.decompress((folder/f't10k-{nm}-ubyte.gz').read_bytes()), dtype=np.uint8, offset=skip)
+        x,y = read('images-idx3', 16).reshape(-1,28,28),read('labels-idx1', 8)
+    order = np.random.RandomState(0).permutation(len(x))
+    return torch.tensor(x[order]).float()/255,torch.tensor(y[order].astype(int))
