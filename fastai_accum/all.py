@@ -8,14 +8,15 @@ Docs: https://fastai-accum.github.io/fastai_accum/index.html.md"""
 __all__ = []
 
 # %% ../nbs/index.ipynb #cae9a1f5
-from fastai_accum import loss,core,patch,microbatch,clip,skip,precision
+from fastai_accum import loss,core,patch,microbatch,batchnorm,clip,skip,precision
 from fastai_accum.loss import *
 from fastai_accum.core import *
 from fastai_accum.patch import *
 from fastai_accum.microbatch import *
+from fastai_accum.batchnorm import *
 from fastai_accum.clip import *
 from fastai_accum.skip import *
 from fastai_accum.precision import *
 
 # %% ../nbs/index.ipynb #f21b2315
-__all__ = [*loss.__all__, *core.__all__, *patch.__all__, *microbatch.__all__, *clip.__all__, *skip.__all__, *precision.__all__]
+__all__ = [*loss.__all__, *core.__all__, *patch.__all__, *microbatch.__all__, *batchnorm.__all__, *clip.__all__, *skip.__all__, *precision.__all__]
