@@ -2,8 +2,10 @@
 
 Both halves matter: `AccumulateStep` has to agree with the large batch to `TOL`, and fastai's callback has to be off by what is known,
 or the comparison could not have failed. Where the known error depends on the data, `KNOWN` holds what it is on the data made here."""
-import pytest
+import json,sys
 from functools import partial
+from pathlib import Path
+import pytest
 from harness import *
 from fastai_accum.loss import *
 
@@ -184,3 +186,29 @@ def test_lr_find_counts_steps(tmp_path):
     assert len(t.spy.steps) == 10
     assert a.recorder.lrs==big.recorder.lrs and len(a.recorder.lrs)==len(a.spy.steps)==40
     assert rel(a.recorder.losses[:32], big.recorder.losses[:32])[0] <= TOL and rel(a.recorder.losses, big.recorder.losses)[0] <= 1e-8
+
+root = Path(__file__).resolve().parent.parent
+@pytest.fixture
+def errors(monkeypatch):
+    monkeypatch.syspath_prepend(root/'benchmarks')
+    import errors
+    return errors
+
+def test_error_table(errors):
+    "The table that the README shows is what `benchmarks/errors.py` measures, and every figure of `AccumulateStep` in it is what it should be"
+    saved = json.loads((root/'benchmarks'/'results'/'errors.json').read_text())
+    right = {'samples that never reach a step':'0%', 'how far they move':'0.00%', '':'trains', 'lr of the first and the last of 8 steps':'× 1, × 1', 'steps':'100', 'losses recorded':'5 of 5'}
+    def same(a, b):
+        try: return float(a)==pytest.approx(float(b), rel=.05, abs=TOL, nan_ok=True)
+        except ValueError: return a==b
+    for row,old in zip(errors.table_rows(), saved['rows'], strict=True):
+        assert all(map(same, row, old)), f'measured {row}, saved {old}'
+        assert row[4]==right[row[1]] if row[1] in right else float(row[4])<=TOL, row
+
+def test_fastxtend_rules(errors):
+    "The rules that stand for fastxtend in the table have its errors"
+    theirs = pytest.importorskip('fastxtend.callback.gradaccum', reason='compares with fastxtend itself: install the extra "integrations"').GradientAccumulation
+    for name,_,case in errors.cases:
+        if case is errors.stream: continue   # its loader has no batch size, which fastxtend insists on
+        a,b = (errors.figure(errors.measure(case, lambda n, **kwargs: cls(n))) for cls in (theirs,errors.FastxtendRules))
+        assert a==b, f'{name}: fastxtend {a}, rules {b}'

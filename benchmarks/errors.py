@@ -1,0 +1,193 @@
+"""The errors of fastai's `GradientAccumulation` and of fastxtend's rules, and those of `AccumulateStep`, each against the large batch, in float64.
+
+    python benchmarks/errors.py          # print the table, half a minute
+    python benchmarks/errors.py --save   # and write it to benchmarks/results/errors.json, which the README shows
+"""
+import sys,tempfile,warnings
+warnings.filterwarnings('ignore')
+from common import *
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent/'tests'))
+from harness import *
+from test_field_notes import PerToken,grad_error,learner,losses,once,run
+
+class FastxtendRules(Callback):
+    """The rules of fastxtend 0.1's `GradientAccumulation(accum_bs)` with its default `drop_last=True`, written anew from what it does; not its code.
+    The window is a multiple of the loader's batch size. Each micro-batch counts by its share of `accum_bs` samples. No further micro-batch of an epoch is
+    trained once fewer than `accum_bs` samples are left. What is left over is set to zero at the end of an epoch. `Recorder` runs where the optimizer steps,
+    and sees the sum of the shares of the losses."""
+    order,run_valid = MixedPrecision.order-4,False
+    def __init__(self, accum_bs): self.accum_bs = accum_bs
+
+    def before_fit(self):
+        self.loss = 0.
+        self.bs = self.dls.train.bs or len(self.dls.train.one_batch()[0])
+        if self.accum_bs%self.bs: raise ValueError('the window is no multiple of the batch')
+
+    def before_train(self): self.seen,self.left = 0,self.bs*len(self.dls.train)
+
+    def before_batch(self):
+        if self.left<self.accum_bs: self.skip()
+        self.left -= len(self.x)
+
+    def after_loss(self): self.learn.loss_grad /= self.accum_bs/len(self.x)
+
+    def before_step(self):
+        self.seen += len(self.x)
+        self.loss += self.learn.loss.detach()*len(self.x)/self.accum_bs
+        if self.seen<self.accum_bs: self.skip()
+        self.learn.loss,self.loss,self.seen,self.recorder.run_train = self.loss,0.,0,True
+
+    def skip(self): self.recorder.run_train = False; raise CancelBatchException
+
+    def after_train(self): self.recorder.run_train = True; self.opt.zero_grad()
+
+class Reached(Callback):
+    "Count the samples that reached a step"
+    order = 1000
+    def before_fit(self): self.n = self.waiting = 0
+    def before_backward(self): self.waiting += len(self.y)
+    def before_step(self): self.n,self.waiting = self.n+self.waiting,0
+
+def gradient(learn, big, step=0):
+    "Error of the gradient of a step"
+    return grad_error(learn, big, step) if learn.spy.steps else 'no step'
+
+def after(then, bs=64):
+    "Error of the first step of what `then` does after a fit, from the same weights, in batches of `bs`"
+    def case(acc):
+        a,b = learner(208, 8, acc(64)),learner(208, bs)
+        with tempfile.TemporaryDirectory() as d:
+            for l in a,b: l.path = Path(d); l.fit(1)
+            b.model.load_state_dict(a.model.state_dict())
+            for l in a,b: l.spy.steps = []; then(l)
+        return gradient(a, b)
+    return case
+
+def remove(learn): learn.remove_cbs(learn.cbs.filter(lambda o: 'Accum' in type(o).__name__ or isinstance(o, FastxtendRules))); learn.fit(1)
+
+def frozen(acc):
+    "How far frozen weights move"
+    learn = learner(208, 8, acc(64)); learn.fit(1); learn.freeze()
+    old = [p.clone() for p in learn.model[0].parameters()]
+    learn.fit(1, wd=0.)
+    return f'{max(((p-o).norm()/o.norm()).item() for p,o in zip(learn.model[0].parameters(), old)):.2%}'
+
+def uneven(name):
+    "Two windows of 32 of what the tests have one of"
+    def case(acc):
+        _,loss,y,*n = losses[name]
+        def train(bs, cb=None):
+            learn = learner(64, bs, cb, y=torch.cat([y,y]), loss=loss)
+            if n: learn.model = PerToken(*n); learn.splitter = trainable_params
+            if y.ndim==3: learn.model = nn.Sequential(learn.model, nn.Unflatten(2, (4,4)))
+            learn.fit(1)
+            return learn
+        return gradient(train(8, acc(32)), train(32))
+    return case
+
+def stream(acc):
+    "A language model's stream of 72 + 72 + 72 + 9 tokens for each of two texts, and the same again"
+    x,y = features(2*225).reshape(2,225,6),classes(2*225).reshape(2,225)
+    batches = [(x[:,i:i+72], y[:,i:i+72]) for i in range(0,225,72)]
+    loss = lambda pred,targ: F.cross_entropy(pred.flatten(0,1), targ.flatten())
+    def train(batches, cb=None):
+        learn = make_learner(make_dls(32, 2), loss_func=loss, opt_func=SGD, cbs=cb)
+        learn.dls = DataLoaders(DataLoader(batches, bs=None), DataLoader(batches[:1], bs=None))
+        learn.fit(1)
+        return learn
+    return gradient(train(batches*2, acc(8, weight=lambda pred,targ: targ.numel())), train([(x,y)]*2))
+
+def ignored(acc):
+    y = classes(64); y[8:16] = -100
+    rec,big = (run(once, 64, bs, cb, y=y).recorder for bs,cb in ((8,acc(32)), (32,None)))
+    return 'NaN' if any(map(math.isnan, rec.losses)) else rel(rec.losses[:1], big.losses[:1])[0]
+
+def ends_in_sqrt(acc):
+    loss = lambda pred,targ: F.cross_entropy(pred, targ).sqrt()
+    run(once, 64, 8, acc(32), loss=loss)
+    return 'trains'
+
+def lost(n, large):
+    def case(acc):
+        learn = learner(n, 8, L(acc(large))+Reached()); learn.fit(1)
+        return f'{1-learn.reached.n/n:.0%}'
+    return case
+
+def schedule(acc):
+    fit = lambda l: l.fit_one_cycle(1, .1)
+    a,b = run(fit, 256, 8, acc(32)),run(fit, 256, 32)
+    return ', '.join(f"× {a.spy.steps[i]['hypers'][-1]['lr']/b.spy.steps[i]['hypers'][-1]['lr']:.2g}" for i in (0,-1))
+
+def lr_find(acc):
+    with tempfile.TemporaryDirectory() as d:
+        learn = learner(80, 8, acc(32)); learn.path = Path(d)
+        learn.lr_find(num_it=100, show_plot=False, suggest_funcs=None, stop_div=False)
+    return len(learn.spy.steps)
+
+def cancelled(acc):
+    "Losses that a plain fit of 5 steps records after a fit that was cancelled in a window"
+    learn = learner(80, 16, acc(64))
+    def stop(cb):
+        if cb.iter==1: raise CancelFitException
+    learn.fit(1, cbs=Callback(before_batch=stop))
+    remove(learn)
+    return f'{len(learn.recorder.losses)} of 5'
+
+plain = lambda bs, n, large=None: lambda acc: gradient(run(once, 4*(large or n), bs, acc(n)), run(once, 4*(large or n), large or n))
+clipped = lambda acc: gradient(run(once, 128, 8, L(acc(32))+GradientClip(.1)), run(once, 128, 32, GradientClip(.1)))
+
+def sum_kept(acc):
+    total = nn.CrossEntropyLoss(reduction='sum')
+    return gradient(run(once, 64, 8, acc(32, average=False), loss=total), run(once, 64, 32, loss=total))
+
+GRAD,NEXT = 'gradient of a step','gradient of the first step'
+cases = [
+    ('batches of 8, windows of 32',                           GRAD, plain(8, 32)),
+    ('the same with `GradientClip`',                          GRAD, clipped),
+    ('batches of 12, windows of 32',                           GRAD, plain(12, 32, 36)),
+    ('batches of 24, windows of 32',                           GRAD, plain(24, 32, 48)),
+    ('batches of 20, windows of 64',                           GRAD, plain(20, 64, 80)),
+    ('batches of 48, windows of 64',                           GRAD, plain(48, 64, 96)),
+    ('batches of 16, windows of 4',                            GRAD, plain(16, 4, 16)),
+    ('batches of 64, windows of 4',                            GRAD, plain(64, 4, 64)),
+    ('batches of 64, windows of 2',                            GRAD, plain(64, 2, 64)),
+    ('an epoch of 80, windows of 64',                          'samples that never reach a step', lost(80, 64)),
+    ('an epoch of 48, windows of 64',                          'samples that never reach a step', lost(48, 64)),
+    ('an epoch of 64, windows of 32',                          'samples that never reach a step', lost(64, 32)),
+    ('the next `fit`, after an epoch with a tail',            NEXT, after(once)),
+    ('the same with `reset_opt=True`',                        NEXT, after(lambda l: l.fit(1, reset_opt=True))),
+    ('`lr_find` after such a fit',                            NEXT, after(lambda l: l.lr_find(num_it=8, show_plot=False, suggest_funcs=None))),
+    ('a fit after the callback was removed',                  NEXT, after(remove, bs=8)),
+    ('weights that are frozen after such a fit',              'how far they move', frozen),
+    ('class weights: a rare class counts ten times',          GRAD, uneven('minority')),
+    ('class weights: inverse frequency',                      GRAD, uneven('inverse')),
+    ('`ignore_index`: texts of other lengths',                GRAD, uneven('texts')),
+    ('the same, sorted by length',                            GRAD, uneven('sorted_texts')),
+    ('segmentation with void pixels',                         GRAD, uneven('void_pixels')),
+    ("a language model's short last batch",                   GRAD, stream),
+    ("`reduction='sum'`",                                     GRAD, sum_kept),
+    ('`DiceLoss`, a sum by default',                          GRAD, uneven('kept_sum')),
+    ('a micro-batch whose targets are all ignored',           'logged loss', ignored),
+    ('a loss that ends in `sqrt`',                            '', ends_in_sqrt),
+    ('`fit_one_cycle`, windows of 4',                         'lr of the first and the last of 8 steps', schedule),
+    ('`lr_find(num_it=100)` on a fresh learner',              'steps', lr_find),
+    ('a fit after one that was cancelled in a window',        'losses recorded', cancelled),
+]
+
+def ours(n, **kwargs): return AccumulateStep(n_samples=n, **kwargs)
+def theirs(cls): return lambda n, **kwargs: cls(n)
+columns = {'fastai':theirs(GradientAccumulation), 'fastxtend':theirs(FastxtendRules), 'AccumulateStep':ours}
+
+def measure(case, acc):
+    try: return case(acc)
+    except (ValueError,RuntimeError,AttributeError) as e: return f'raises {type(e).__name__}'
+
+def figure(res): return res if isinstance(res, str) else str(res) if isinstance(res, int) else '0' if res==0 else f'{res:.0e}' if res<1e-3 else f'{res:.2f}'
+
+def table_rows(): return [(name, what, *(figure(measure(case, acc)) for acc in columns.values())) for name,what,case in cases]
+
+if __name__=='__main__':
+    torch.set_num_threads(1)
+    rows,cols = table_rows(),['case','measured','fastai',"fastxtend's rules",'AccumulateStep']
+    print(machine()+'\n\n'+table(rows, cols))
+    if '--save' in sys.argv: save('errors', rows=rows, cols=cols)
