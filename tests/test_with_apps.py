@@ -12,6 +12,7 @@ from fastai.vision.gan import AdaptiveGANSwitcher,FixedGANSwitcher,GANDiscrimina
 from torchvision.models.resnet import BasicBlock,ResNet
 from sklearn.datasets import load_digits
 from matrix import *
+from fastai_accum.batchnorm import to_group_norm
 
 N,VALID = 73,16   # samples in training, of which micro-batches of 8 leave a single one, and in validation
 CPU = torch.device('cpu')
@@ -109,19 +110,12 @@ def void_mask(i):
     "1 for ink, 0 for paper and 255, to be ignored, for what lies between"
     return np.where(pixels[i]>150, 1, np.where(pixels[i]<30, 0, 255)).astype(np.uint8)
 
-def swap_bn(m):
-    "`m` with group norm in the place of batch norm"
-    for k,o in m.named_children():
-        if isinstance(o, nn.BatchNorm2d): setattr(m, k, nn.GroupNorm(1, o.num_features))
-        else: swap_bn(o)
-    return m
-
-@app('segmentation', note='`DynamicUnet` on two convolutions, its batch norm replaced by group norm; void pixels by `ignore_index`')
+@app('segmentation', note='`DynamicUnet` on two convolutions, its batch norm replaced by `to_group_norm`; void pixels by `ignore_index`')
 def test_segmentation(works):
     def make(bs):
         dls = loaders(bs, (ImageBlock(PILImageBW), MaskBlock(['paper','ink'])), [grey, void_mask])
         encoder = nn.Sequential(nn.Conv2d(1, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 8, 3, 2, 1), nn.ReLU())
-        unet = swap_bn(DynamicUnet(encoder, 2, (8,8)))
+        unet = to_group_norm(DynamicUnet(encoder, 2, (8,8)))
         unet.layers = unet.layers[:-1]   # the last one turns the predictions into a `TensorBase`, and float64 into float32
         return Learner(dls, unet, nn.CrossEntropyLoss(ignore_index=255))
     works(*both(make))

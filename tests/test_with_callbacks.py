@@ -2,6 +2,7 @@
 from matrix import *
 from fastai.callback.channelslast import *
 from fastai_accum.clip import *
+from fastai_accum.microbatch import *
 from fastai_accum.skip import *
 
 fits = dict(fit=lambda l: l.fit(2), fit_one_cycle=lambda l: l.fit_one_cycle(2, .02), fit_flat_cos=lambda l: l.fit_flat_cos(2, .02),
@@ -36,6 +37,15 @@ def test_gradient_clip(norm_type, works): works(*pair(partial(GradientClip, .01,
 @row('Callbacks', 'GradientAccumulation', note='of fastai: take one of the two')
 def test_gradient_accumulation(works):
     with works.refused(ValueError, match='AccumulateStep: cbs holds fastai'): pair(partial(GradientAccumulation, 32))
+
+@row('Callbacks', 'MicroBatch', note='ours: cuts each micro-batch into slices; with `coupled=True` too')
+@pytest.mark.parametrize('coupled', [False, True])
+def test_micro_batch(coupled, works):
+    def train(bs, *cbs):
+        learn = make_learner(make_dls(90, bs), cbs=cbs)
+        learn.fit_one_cycle(2)
+        return learn
+    works(train(16, MicroBatch(8, coupled=coupled), AccumulateStep(2)), train(32))
 
 @row('Callbacks', 'AdaptiveGradientClip', note='ours: clips the finished gradient of a window')
 def test_adaptive_gradient_clip(works): works(*pair(partial(AdaptiveGradientClip, .01), matters=True))
