@@ -12,7 +12,7 @@ from fastai.vision.gan import AdaptiveGANSwitcher,FixedGANSwitcher,GANDiscrimina
 from torchvision.models.resnet import BasicBlock,ResNet
 from sklearn.datasets import load_digits
 from matrix import *
-from fastai_accum.batchnorm import to_group_norm
+from fastai_accum.batchnorm import *
 
 N,VALID = 73,16   # samples in training, of which micro-batches of 8 leave a single one, and in validation
 CPU = torch.device('cpu')
@@ -129,27 +129,18 @@ def test_group_norm(works):
         return Learner(dls, net, nn.CrossEntropyLoss())
     works(*both(make, lambda learn: learn.fit_one_cycle(1, .002)))
 
-class FreezeStats(Callback):
-    "Keep all batch norm in evaluation, whether or not it is trainable"
-    run_after = TrainEvalCallback
-    def before_train(self):
-        for m in self.model.modules():
-            if isinstance(m, bn_types): m.eval()
-
 def frozen_then_all(learn):
     learn.freeze()
     learn.fit_one_cycle(1, .01)
-    learn.add_cb(FreezeStats())
     learn.unfreeze()
     learn.fit_one_cycle(1, slice(1e-5, 1e-3))
 
-@app('vision, transfer learning', note='`vision_learner`, not pretrained, with a head of no batch norm, frozen with `train_bn=False` and `BnFreeze`, '
-     'then unfrozen with `slice` rates and its batch norm kept in `eval` by a callback of three lines')
+@app('vision, transfer learning', note='`vision_learner`, not pretrained, with a head of no batch norm and `BatchNormEval`; frozen, then unfrozen with `slice` rates')
 def test_transfer(works):
     def make(bs):
         dls = loaders(bs, (ImageBlock, CategoryBlock), [colour, get_digit], item_tfms=Resize(16))
         head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 20), nn.ReLU(), nn.Linear(20, 10))
-        return vision_learner(dls, resnet18, pretrained=False, custom_head=head, loss_func=nn.CrossEntropyLoss(), train_bn=False, cbs=BnFreeze(),
+        return vision_learner(dls, resnet18, pretrained=False, custom_head=head, loss_func=nn.CrossEntropyLoss(), cbs=BatchNormEval(),
                               opt_func=SGD)   # its state is half as large as Adam's
     works(*both(make, frozen_then_all))
 
