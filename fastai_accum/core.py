@@ -137,14 +137,16 @@ class AccumulateStep(Callback):
     "Step the optimizer once a window, with the gradient of all its samples, and keep the books as if the window were one batch"
     order,run_valid,name = -math.inf,False,'accumulate_step'   # the name also of a subclass
     def __init__(self,
-        n_step:int=1, # Micro-batches in a window; 1 is plain training
+        n_step:int|None=None, # Micro-batches in a window; give this or `n_samples`
         n_samples:int|None=None, # Step as soon as that many samples are in, instead of counting micro-batches
         average:bool|None=None, # Divide by the weight (True) or keep the sum (False); `None` keeps the sum of losses that sum by nature
         drop_last:bool|None=None, # Throw away the tail (True) or step on it (False); `None` does what the training loader does with its last batch
         weight:Callable|None=None # `(pred, *yb) -> float`, what the mean of the loss divides by, for a loss that `loss_weight` does not know
     ):
-        n_step,n_samples = _check_count('n_step', n_step), n_samples if n_samples is None else _check_count('n_samples', n_samples)
-        if n_samples and n_step!=1: raise ValueError(f"AccumulateStep: give n_step or n_samples, not both, got {n_step=} and {n_samples=}")
+        if (n_step is None)==(n_samples is None):
+            raise ValueError(f"AccumulateStep: give either n_step, which counts micro-batches, or n_samples, got {n_step=} and {n_samples=}; n_step=1 is plain training")
+        n_step = 1 if n_step is None else _check_count('n_step', n_step)
+        if n_samples is not None: n_samples = _check_count('n_samples', n_samples)
         _check_flag('average', average); _check_flag('drop_last', drop_last)
         if weight is not None and not callable(weight): raise ValueError(f"AccumulateStep: weight must be a function (pred, *yb) -> float, got {weight!r}")
         store_attr()
@@ -844,7 +846,7 @@ def after_fit(self:AccumulateStep):
 @patch
 @delegates(AccumulateStep)
 def accumulate(self:Learner,
-    n_step:int=1, # Micro-batches in a window; 1 is plain training
+    n_step:int|None=None, # Micro-batches in a window; give this or `n_samples`
     **kwargs
 )->Learner:
     "Accumulate gradients over `n_step` micro-batches; replaces an `AccumulateStep` that is there"

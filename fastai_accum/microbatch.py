@@ -130,7 +130,7 @@ class MicroBatch(Callback):
             if sum(o is self for o in self.learn.cbs)>1: return   # registered twice, and only removed once
             self._set_engine(None)
         self.__dict__['_learn'] = v
-        if v is not None and not hasattr(v, 'accumulate_step'): self._set_engine(AccumulateStep(weight=self.weight))
+        if v is not None and not hasattr(v, 'accumulate_step'): self._set_engine(AccumulateStep(1, weight=self.weight))
 
     def __call__(self, event_name):
         if event_name=='before_fit': self._choose_engine()
@@ -160,7 +160,7 @@ def _choose_engine(self:MicroBatch):
         if self.weight is not None: raise ValueError("MicroBatch: weight has no effect beside an AccumulateStep; give it to that one")
         if self._engine is not None: self._set_engine(None)
         setattr(learn, others[0].name, others[0])
-    elif self._engine is None: self._set_engine(AccumulateStep(weight=self.weight))
+    elif self._engine is None: self._set_engine(AccumulateStep(1, weight=self.weight))
 
 # %% ../nbs/microbatch.ipynb #d0cc1523
 @patch
@@ -308,16 +308,21 @@ def _check_split(self:MicroBatch, b, parts, bs):
             raise ValueError(f"MicroBatch: split must keep the order of the samples, but the slices of batch[{k}], one after the other, are not batch[{k}]")
     self._checked = True
 
+def _note(e, s):
+    if hasattr(e, 'add_note'): e.add_note(f"MicroBatch: {s}")   # from Python 3.11
+
 @patch
 def _one_batch(self:MicroBatch, one_batch, i, b):
     "One batch: slice by slice, or whole with a model that runs slice by slice"
     learn = self.learn
     run = one_batch
     if learn.training or self.valid: run,b = partial(self._whole if self.coupled or not learn.training else self._train, one_batch),learn._set_device(b)
-    if self.bs=='auto' and run is not one_batch: return self._try(run, i, b)
-    try: run(i, b)
+    tries = self.bs=='auto' and run is not one_batch
+    try: self._try(run, i, b) if tries else run(i, b)
     except Exception as e:
-        if is_out_of_memory(e) and hasattr(e, 'add_note'): e.add_note("MicroBatch: give a smaller bs, or bs='auto' and valid=True, which find one")
+        if is_out_of_memory(e) and not tries: _note(e, "give a smaller bs, or bs='auto' and valid=True, which find one")
+        if 'more than 1 value per channel' in str(e): _note(e, f"a slice of one sample in slices of {self.size}, and batch norm needs two; "
+            "give a bs that leaves more, or see `to_group_norm` and `BatchNormEval`")
         raise
 
 # %% ../nbs/microbatch.ipynb #d82fee5e

@@ -11,9 +11,12 @@ def test_counts(name, v):
 
 def test_arguments():
     for kw in dict(average=1), dict(average='mean'), dict(drop_last=0):
-        with pytest.raises(ValueError, match=f'AccumulateStep: {list(kw)[0]} must be True, False or None, got {list(kw.values())[0]!r}'): AccumulateStep(**kw)
-    with pytest.raises(ValueError, match='AccumulateStep: weight must be a function'): AccumulateStep(weight=1.)
-    with pytest.raises(ValueError, match='n_step or n_samples, not both, got n_step=4 and n_samples=32'): AccumulateStep(4, n_samples=32)
+        with pytest.raises(ValueError, match=f'AccumulateStep: {list(kw)[0]} must be True, False or None, got {list(kw.values())[0]!r}'): AccumulateStep(1, **kw)
+    with pytest.raises(ValueError, match='AccumulateStep: weight must be a function'): AccumulateStep(1, weight=1.)
+    for n_step,n_samples in (4,32),(None,None):
+        match = f'give either n_step, which counts micro-batches, or n_samples, got n_step={n_step} and n_samples={n_samples}'
+        with pytest.raises(ValueError, match=match): AccumulateStep(n_step, n_samples)
+    with pytest.raises(ValueError, match='give either n_step'): make_learner(make_dls(64, 8), cbs=AccumulateStep)
     assert AccumulateStep(np.int64(4)).n_step==4
 
 def refused(learn, match, exc=ValueError, fit=lambda l: l.fit(1)):

@@ -61,7 +61,7 @@ def test_rank():
         assert steps(own)==2 and own.accumulate_step.n_step==6
         assert steps(make(AccumulateStep(1)))==12 and steps(make().accumulate(12))==1
         for cbs in AccumulateStep(6), [AccumulateStep(6)], L(AccumulateStep(6)): assert steps(make(), cbs=cbs)==2
-        assert steps(make(), cbs=AccumulateStep)==12   # a class is made with its defaults
+        with pytest.raises(ValueError, match='give either n_step'): steps(make(), cbs=AccumulateStep)   # a class is made without arguments
     assert steps(make())==6
     turn_off_accumulation()
     assert steps(make())==12
