@@ -5,6 +5,7 @@ from fastai_accum.microbatch import *
 from fastai_accum.rewind import *
 from fastai_accum.rewind import _n_autocast
 from fastai_accum.patch import *
+from fastai_accum.batchnorm import *
 from fastai_accum.clip import *
 from fastai_accum.precision import *
 from fastai_accum.skip import *
@@ -53,7 +54,7 @@ def test_losses(coupled, loss):
     kwargs = dict(loss_func=losses[loss](), opt_func=SGD)
     whole = train(**kwargs)
     assert_same(train(MicroBatch(5, coupled), **kwargs), whole)
-    engine = AccumulateStep(average=False) if loss=='of_sum' else AccumulateStep()
+    engine = AccumulateStep(1, average=False) if loss=='of_sum' else AccumulateStep(1)
     assert_same(train([MicroBatch(5, coupled),engine], **kwargs), whole)
 
 def test_weight():
@@ -63,9 +64,9 @@ def test_weight():
     weight = lambda p, y: w[y].sum()
     whole = train(loss_func=loss, opt_func=SGD)
     assert_same(train(MicroBatch(5, weight=weight), loss_func=loss, opt_func=SGD), whole)
-    assert_same(train([MicroBatch(5),AccumulateStep(weight=weight)], loss_func=loss, opt_func=SGD), whole)
+    assert_same(train([MicroBatch(5),AccumulateStep(1, weight=weight)], loss_func=loss, opt_func=SGD), whole)
     assert worst(train(MicroBatch(5), loss_func=loss, opt_func=SGD), whole)[0]>1e-3
-    with pytest.raises(ValueError, match='MicroBatch: weight has no effect beside an AccumulateStep'): train([MicroBatch(5, weight=weight),AccumulateStep()])
+    with pytest.raises(ValueError, match='MicroBatch: weight has no effect beside an AccumulateStep'): train([MicroBatch(5, weight=weight),AccumulateStep(1)])
 
 def info_nce(p, y):
     p = F.normalize(p, dim=1)
@@ -860,3 +861,13 @@ def test_a_forward_of_the_user():
     a,b = train(MicroBatch(5), model=model, **one_group),train(model=model, **one_group)
     assert_same(a, b)
     assert 'forward' in vars(a.model) and a.model.forward(features(2)).shape==(2,3)
+
+@pytest.mark.skipif(sys.version_info<(3,11), reason='notes on exceptions came with Python 3.11')
+@pytest.mark.parametrize('cb', [MicroBatch(8), MicroBatch(8, coupled=True)])
+def test_slice_of_one_and_batch_norm(cb):
+    "33 samples are four slices of 8 and one of 1, of which batch norm cannot train: the error says what to do"
+    learn = make_learner(make_dls(33, 33), nn.Sequential(nn.Linear(6,8), nn.BatchNorm1d(8), nn.Linear(8,3)).double(), cbs=cb, splitter=trainable_params)
+    with pytest.raises(ValueError, match='more than 1 value per channel') as e: learn.fit(1)
+    assert 'a slice of one sample in slices of 8' in e.value.__notes__[0]
+    to_group_norm(learn.model)
+    learn.fit(1)
