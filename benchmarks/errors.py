@@ -1,6 +1,6 @@
 """The errors of fastai's `GradientAccumulation` and of fastxtend's rules, and those of `AccumulateStep`, each against the large batch, in float64.
 
-    python benchmarks/errors.py          # print the table, half a minute
+    python benchmarks/errors.py          # print the table, ten seconds
     python benchmarks/errors.py --save   # and write it to benchmarks/results/errors.json, which the README shows
 """
 import sys,tempfile,warnings
@@ -11,7 +11,7 @@ from harness import *
 from test_field_notes import PerToken,grad_error,learner,losses,once,run
 
 class FastxtendRules(Callback):
-    """The rules of fastxtend 0.1's `GradientAccumulation(accum_bs)` with its default `drop_last=True`, written anew from what it does; not its code.
+    """The rules of fastxtend 0.1's `GradientAccumulation(accum_bs)` with its default `drop_last=True`, reimplemented from what it does; not its code.
     The window is a multiple of the loader's batch size. Each micro-batch counts by its share of `accum_bs` samples. No further micro-batch of an epoch is
     trained once fewer than `accum_bs` samples are left. What is left over is set to zero at the end of an epoch. `Recorder` runs where the optimizer steps,
     and sees the sum of the shares of the losses."""
@@ -20,10 +20,9 @@ class FastxtendRules(Callback):
 
     def before_fit(self):
         self.loss = 0.
-        self.bs = self.dls.train.bs or len(self.dls.train.one_batch()[0])
-        if self.accum_bs%self.bs: raise ValueError('the window is no multiple of the batch')
+        if self.accum_bs%self.dls.train.bs: raise ValueError('the window is no multiple of the batch')
 
-    def before_train(self): self.seen,self.left = 0,self.bs*len(self.dls.train)
+    def before_train(self): self.seen,self.left = 0,self.dls.train.bs*len(self.dls.train)
 
     def before_batch(self):
         if self.left<self.accum_bs: self.skip()
@@ -85,17 +84,21 @@ def uneven(name):
         return gradient(train(8, acc(32)), train(32))
     return case
 
+class PerTokenOfAnyLength(nn.Module):
+    "Logits of 3 classes at each token, in the second dimension"
+    def __init__(self): super().__init__(); self.net = small_model()
+    def forward(self, x): return self.net(x).transpose(1,2)
+
 def stream(acc):
-    "A language model's stream of 72 + 72 + 72 + 9 tokens for each of two texts, and the same again"
-    x,y = features(2*225).reshape(2,225,6),classes(2*225).reshape(2,225)
-    batches = [(x[:,i:i+72], y[:,i:i+72]) for i in range(0,225,72)]
-    loss = lambda pred,targ: F.cross_entropy(pred.flatten(0,1), targ.flatten())
-    def train(batches, cb=None):
-        learn = make_learner(make_dls(32, 2), loss_func=loss, opt_func=SGD, cbs=cb)
-        learn.dls = DataLoaders(DataLoader(batches, bs=None), DataLoader(batches[:1], bs=None))
+    "The texts of a language model in pieces of 72 + 72 + 72 + 9 tokens, two texts at a time, twice"
+    texts = list(zip(features(4*225).reshape(4,225,6), classes(4*225).reshape(4,225)))
+    pieces = [(x[i:i+72],y[i:i+72]) for two in (texts[:2],texts[2:]) for i in range(0,225,72) for x,y in two]
+    def train(items, cb=None):
+        learn = make_learner(make_dls(32, 2), PerTokenOfAnyLength(), opt_func=SGD, cbs=cb, splitter=trainable_params)
+        learn.dls = DataLoaders(DataLoader(items, bs=2), DataLoader(items[:2], bs=2))
         learn.fit(1)
         return learn
-    return gradient(train(batches*2, acc(8, weight=lambda pred,targ: targ.numel())), train([(x,y)]*2))
+    return gradient(train(pieces, acc(8)), train(texts))
 
 def ignored(acc):
     y = classes(64); y[8:16] = -100
@@ -105,7 +108,7 @@ def ignored(acc):
 def ends_in_sqrt(acc):
     loss = lambda pred,targ: F.cross_entropy(pred, targ).sqrt()
     run(once, 64, 8, acc(32), loss=loss)
-    return 'trains'
+    return 'trains on its mean'
 
 def lost(n, large):
     def case(acc):
@@ -115,8 +118,8 @@ def lost(n, large):
 
 def schedule(acc):
     fit = lambda l: l.fit_one_cycle(1, .1)
-    a,b = run(fit, 256, 8, acc(32)),run(fit, 256, 32)
-    return ', '.join(f"× {a.spy.steps[i]['hypers'][-1]['lr']/b.spy.steps[i]['hypers'][-1]['lr']:.2g}" for i in (0,-1))
+    a,b = ([o['hypers'][-1]['lr'] for o in l.spy.steps] for l in (run(fit, 256, 8, acc(32)), run(fit, 256, 32)))
+    return f'× {a[0]/b[0]:.2g} to × {a[-1]/b[len(a)-1]:.2g} in {len(a)}'
 
 def lr_find(acc):
     with tempfile.TemporaryDirectory() as d:
@@ -142,18 +145,18 @@ def sum_kept(acc):
 
 GRAD,NEXT = 'gradient of a step','gradient of the first step'
 cases = [
-    ('batches of 8, windows of 32',                           GRAD, plain(8, 32)),
+    ('batches of 8, windows of 32 samples',                    GRAD, plain(8, 32)),
     ('the same with `GradientClip`',                          GRAD, clipped),
-    ('batches of 12, windows of 32',                           GRAD, plain(12, 32, 36)),
-    ('batches of 24, windows of 32',                           GRAD, plain(24, 32, 48)),
-    ('batches of 20, windows of 64',                           GRAD, plain(20, 64, 80)),
-    ('batches of 48, windows of 64',                           GRAD, plain(48, 64, 96)),
-    ('batches of 16, windows of 4',                            GRAD, plain(16, 4, 16)),
-    ('batches of 64, windows of 4',                            GRAD, plain(64, 4, 64)),
-    ('batches of 64, windows of 2',                            GRAD, plain(64, 2, 64)),
-    ('an epoch of 80, windows of 64',                          'samples that never reach a step', lost(80, 64)),
-    ('an epoch of 48, windows of 64',                          'samples that never reach a step', lost(48, 64)),
-    ('an epoch of 64, windows of 32',                          'samples that never reach a step', lost(64, 32)),
+    ('batches of 12, windows of 32 samples',                   GRAD, plain(12, 32, 36)),
+    ('batches of 24, windows of 32 samples',                   GRAD, plain(24, 32, 48)),
+    ('batches of 20, windows of 64 samples',                   GRAD, plain(20, 64, 80)),
+    ('batches of 48, windows of 64 samples',                   GRAD, plain(48, 64, 96)),
+    ('batches of 16, windows of 4 samples',                    GRAD, plain(16, 4, 16)),
+    ('batches of 64, windows of 4 samples',                    GRAD, plain(64, 4, 64)),
+    ('batches of 64, windows of 2 samples',                    GRAD, plain(64, 2, 64)),
+    ('a fit of 80 samples, windows of 64',                     'samples that never reach a step', lost(80, 64)),
+    ('a fit of 48 samples, windows of 64',                     'samples that never reach a step', lost(48, 64)),
+    ('a fit of 64 samples, windows of 32',                     'samples that never reach a step', lost(64, 32)),
     ('the next `fit`, after an epoch with a tail',            NEXT, after(once)),
     ('the same with `reset_opt=True`',                        NEXT, after(lambda l: l.fit(1, reset_opt=True))),
     ('`lr_find` after such a fit',                            NEXT, after(lambda l: l.lr_find(num_it=8, show_plot=False, suggest_funcs=None))),
@@ -161,15 +164,15 @@ cases = [
     ('weights that are frozen after such a fit',              'how far they move', frozen),
     ('class weights: a rare class counts ten times',          GRAD, uneven('minority')),
     ('class weights: inverse frequency',                      GRAD, uneven('inverse')),
-    ('`ignore_index`: texts of other lengths',                GRAD, uneven('texts')),
+    ('`ignore_index`: texts of different lengths',                GRAD, uneven('texts')),
     ('the same, sorted by length',                            GRAD, uneven('sorted_texts')),
     ('segmentation with void pixels',                         GRAD, uneven('void_pixels')),
     ("a language model's short last batch",                   GRAD, stream),
-    ("`reduction='sum'`",                                     GRAD, sum_kept),
+    ("`reduction='sum'`, kept by `average=False`",            GRAD, sum_kept),
     ('`DiceLoss`, a sum by default',                          GRAD, uneven('kept_sum')),
     ('a micro-batch whose targets are all ignored',           'logged loss', ignored),
-    ('a loss that ends in `sqrt`',                            '', ends_in_sqrt),
-    ('`fit_one_cycle`, windows of 4',                         'lr of the first and the last of 8 steps', schedule),
+    ('a loss that ends in `sqrt`',                            'the fit', ends_in_sqrt),
+    ('`fit_one_cycle`, windows of 4 micro-batches',           'lr, first to last of 8 steps', schedule),
     ('`lr_find(num_it=100)` on a fresh learner',              'steps', lr_find),
     ('a fit after one that was cancelled in a window',        'losses recorded', cancelled),
 ]
