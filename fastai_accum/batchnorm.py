@@ -42,7 +42,8 @@ def to_group_norm(
 )->nn.Module: # `model`, or the group norm if `model` is itself a batch norm
     "Replace each batch norm of `model` by a group norm with the same parameters (Wu and He, 2018, equation 7)"
     if not isinstance(model, nn.Module): raise ValueError(f"to_group_norm: model must be an nn.Module, such as `learn.model`, got {type(model).__name__}")
-    if isinstance(groups, bool) or not isinstance(groups, Integral) or groups<1: raise ValueError(f"to_group_norm: groups must be an int of at least 1, got {groups!r}")
+    if isinstance(groups, bool) or not isinstance(groups, Integral) or groups<1:
+        raise ValueError(f"to_group_norm: groups must be an int of at least 1, got {groups!r}")
     old = {name:m for name,m in model.named_modules() if _is_batch_norm(m)}
     for name,bn in old.items(): _check_batch_norm(name, bn)
     new = {bn:_as_group_norm(bn, groups) for bn in old.values()}

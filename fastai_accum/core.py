@@ -144,7 +144,8 @@ class AccumulateStep(Callback):
         weight:Callable|None=None # `(pred, *yb) -> float`, what the mean of the loss divides by, for a loss that `loss_weight` does not know
     ):
         if (n_step is None)==(n_samples is None):
-            raise ValueError(f"AccumulateStep: give either n_step, which counts micro-batches, or n_samples, got {n_step=} and {n_samples=}; n_step=1 is plain training")
+            raise ValueError(f"AccumulateStep: give either n_step, which counts micro-batches, or n_samples, got {n_step=} and {n_samples=}; "
+                "n_step=1 is plain training")
         n_step = 1 if n_step is None else _check_count('n_step', n_step)
         if n_samples is not None: n_samples = _check_count('n_samples', n_samples)
         _check_flag('average', average); _check_flag('drop_last', drop_last)
@@ -313,7 +314,9 @@ def _agree(self:AccumulateStep):
 def _check_uneven(self:AccumulateStep, least, most):
     why = None if self.group.waits else 'a model in fully_shard needs a micro-batch of each of them at the same time'
     if getattr(self.learn.recorder, 'train_metrics', False): why = 'fastai gathers the metrics over the training set (train_metrics=True) at each micro-batch'
-    if why: raise ValueError(f"AccumulateStep: the training loaders of the processes have {least} to {most} micro-batches, but {why}; give them loaders of the same length")
+    if why:
+        raise ValueError(f"AccumulateStep: the training loaders of the processes have {least} to {most} micro-batches, but {why}; "
+            "give them loaders of the same length")
 
 @patch
 def _common_size(self:AccumulateStep, dl):

@@ -22,7 +22,8 @@ from .rewind import Buffers,RandomState,WindowState,accelerators,is_out_of_memor
 # %% ../nbs/microbatch.ipynb #f9030260
 def _leaves(o, path='batch'):
     "The tensors and arrays in `o`, each with its place"
-    if isinstance(o, PackedSequence): raise ValueError(f"MicroBatch: {path} is a PackedSequence, whose samples are interleaved; pass split=f, with f(batch, bs) -> slices")
+    if isinstance(o, PackedSequence):
+        raise ValueError(f"MicroBatch: {path} is a PackedSequence, whose samples are interleaved; pass split=f, with f(batch, bs) -> slices")
     if isinstance(o, (Tensor,np.ndarray)): return [(path,o)]
     items = o.items() if isinstance(o, Mapping) else enumerate(o) if isinstance(o, (list,tuple,L)) else ()
     return [leaf for k,v in items for leaf in _leaves(v, f'{path}[{k!r}]')]
@@ -30,7 +31,8 @@ def _leaves(o, path='batch'):
 def _n_rows(b):
     "The number of samples in `b`, of which each tensor has a row"
     leaves = [(path,o) for path,o in _leaves(b) if o.ndim]
-    if not leaves: raise ValueError(f"MicroBatch: the batch has no tensor that could be cut, it is a {type(b).__name__}; pass split=f, with f(batch, bs) -> slices")
+    if not leaves:
+        raise ValueError(f"MicroBatch: the batch has no tensor that could be cut, it is a {type(b).__name__}; pass split=f, with f(batch, bs) -> slices")
     n = leaves[0][1].shape[0]
     for path,o in leaves:
         if o.shape[0]!=n:
@@ -76,17 +78,21 @@ def _join(path, sizes, os):
     o = os[0]
     if isinstance(o, (Tensor,np.ndarray)):
         bad = first(x.shape for x,n in zip(os, sizes) if not _fit(x, n))
-        if bad is not None: raise ValueError(f"MicroBatch: {path}, which the model returns for a slice of {sizes[0]} samples, has shape {tuple(bad)}; return a row for each sample, or pass valid=False if this is validation")
+        if bad is not None:
+            raise ValueError(f"MicroBatch: {path}, which the model returns for a slice of {sizes[0]} samples, has shape {tuple(bad)}; "
+                "return a row for each sample, or pass valid=False if this is validation")
         return torch.cat(os) if isinstance(o, Tensor) else np.concatenate(os)
     if isinstance(o, Mapping):
         res = copy(o)
         for k in o: res[k] = _join(f'{path}[{k!r}]', sizes, [x[k] for x in os])
         return res
     if isinstance(o, (list,tuple,L)):
-        if [len(x) for x in os]==sizes and not (_leaves(o) and all(_fit(x, n) for x,n in zip(os, sizes))): return type(o)(v for x in os for v in x)   # an entry a sample
+        if [len(x) for x in os]==sizes and not (_leaves(o) and all(_fit(x, n) for x,n in zip(os, sizes))):
+            return type(o)(v for x in os for v in x)   # an entry a sample
         if len({len(x) for x in os})==1: return _like(o, [_join(f'{path}[{k}]', sizes, vs) for k,vs in enumerate(map(list, zip(*os)))])
     elif all(x is o or isinstance(x, (str,bool,int,float)) and x==o for x in os): return o
-    raise ValueError(f"MicroBatch: {path}, which the model returns, is a {type(o).__name__} that cannot be joined over slices; return tensors with a row for each sample, or pass valid=False if this is validation")
+    raise ValueError(f"MicroBatch: {path}, which the model returns, is a {type(o).__name__} that cannot be joined over slices; "
+        "return tensors with a row for each sample, or pass valid=False if this is validation")
 
 def join(
     preds:list, # Predictions of a model for each slice
@@ -107,7 +113,8 @@ class MicroBatch(Callback):
         weight:Callable|None=None # `(pred, *yb) -> float`, what the mean of the loss divides by, for a loss that `loss_weight` does not know
     ):
         if bs!='auto':
-            if isinstance(bs, bool) or not isinstance(bs, Integral) or bs<1: raise ValueError(f"MicroBatch: bs must be an int of at least 1, or 'auto', got {bs!r}")
+            if isinstance(bs, bool) or not isinstance(bs, Integral) or bs<1:
+                raise ValueError(f"MicroBatch: bs must be an int of at least 1, or 'auto', got {bs!r}")
             bs = int(bs)
         for k,v in dict(coupled=coupled, valid=valid).items():
             if not isinstance(v, bool): raise ValueError(f"MicroBatch: {k} must be True or False, got {v!r}")
@@ -154,7 +161,8 @@ def _set_engine(self:MicroBatch, acc):
 def _choose_engine(self:MicroBatch):
     "Go by the learner's `AccumulateStep` if it has one"
     learn = self.learn
-    if learn.cbs.map(_is_a, name='MicroBatch').count(True)>1: raise ValueError("MicroBatch: cbs of the learner and of this fit hold more than one of them, keep one (`learn.micro_batch` replaces)")
+    if learn.cbs.map(_is_a, name='MicroBatch').count(True)>1:
+        raise ValueError("MicroBatch: cbs of the learner and of this fit hold more than one of them, keep one (`learn.micro_batch` replaces)")
     others = learn.cbs.filter(_is_a, name='AccumulateStep')
     if others:
         if self.weight is not None: raise ValueError("MicroBatch: weight has no effect beside an AccumulateStep; give it to that one")
@@ -221,7 +229,8 @@ def before_train(self:MicroBatch):
     if acc.agree and not acc.plan.n_step:
         raise ValueError("MicroBatch: bs='auto' cannot go back where processes add up samples of batches that vary in size (n_samples); give bs, or n_step")
     if acc.group and not acc.group.waits and (acc.agree or self.coupled):
-        raise ValueError("MicroBatch: a model in fully_shard synchronises in its backward passes, of which coupled=True and bs='auto' make others; give bs, without coupled")
+        raise ValueError("MicroBatch: a model in fully_shard synchronises in its backward passes, of which coupled=True and bs='auto' make others; "
+            "give bs, without coupled")
 
 @patch
 def after_train(self:MicroBatch):
@@ -426,7 +435,8 @@ def _twice(model, state, was, buffers, forward, part):
         versions = [o._version for _,o in _leaves(part) if isinstance(o, Tensor)]
         with torch.enable_grad(): preds = forward(*args)
         if versions!=[o._version for _,o in _leaves(part) if isinstance(o, Tensor)]:
-            raise RuntimeError("MicroBatch: the model changes its input in place, and coupled=True shows it the input twice; change a copy, or do without coupled")
+            raise RuntimeError("MicroBatch: the model changes its input in place, and coupled=True shows it the input twice; change a copy, "
+                "or do without coupled")
         outs = [o for _,o in _leaves(preds)]
         needs = [isinstance(o, Tensor) and o.requires_grad for o in outs]
         preds = _map(lambda o: o.detach() if isinstance(o, Tensor) else o, preds)
@@ -474,11 +484,13 @@ def _shrink(self:MicroBatch, b, err, seen):
     learn,rows = self.learn,self._size(b)
     if learn.training and learn.accumulate_step.group: learn.accumulate_step.group.max(rows)   # the others wait in `_agree`
     if any(o._version!=version for *_,os in seen for o,version in os):
-        raise RuntimeError("MicroBatch: memory ran out, and the batch cannot be tried again in smaller slices, since the model or a callback has changed it in place; "
+        raise RuntimeError("MicroBatch: memory ran out, and the batch cannot be tried again in smaller slices, "
+            "since the model or a callback has changed it in place; "
                            "give bs, or change a copy") from err
     if rows==1:
         tried = sorted({r for _,s,r in self._failed if _within(s, self._shape(b))}, reverse=True)
-        raise RuntimeError(f"MicroBatch: memory runs out even with one sample at a time; tried slices of {', '.join(map(str, [*tried,1]))} of {self._n(b)} samples "
+        raise RuntimeError(f"MicroBatch: memory runs out even with one sample at a time; tried slices of "
+            f"{', '.join(map(str, [*tried,1]))} of {self._n(b)} samples "
                            f"of shape {self._shape(b)[0]}. Take smaller samples, a smaller model, or gradient checkpointing"
                            + ("; or a smaller batch, if it is the loss that runs out, which coupled=True shows all of it" if self.coupled else "")) from err
     self._failed.append((learn.training, self._shape(b), rows))

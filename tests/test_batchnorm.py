@@ -57,7 +57,8 @@ def test_resnet_is_exact():
 
 def test_optimizer_goes_on():
     "Converted between two fits: the optimizer has the same parameters"
-    learn = make_learner(make_dls(64, 16), nn.Sequential(nn.Linear(6,16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16,3)).double(), opt_func=SGD, splitter=trainable_params)
+    model = nn.Sequential(nn.Linear(6,16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16,3)).double()
+    learn = make_learner(make_dls(64, 16), model, opt_func=SGD, splitter=trainable_params)
     learn.fit(1)
     to_group_norm(learn.model)
     gain,old = learn.model[1].weight,learn.model[1].weight.detach().clone()
@@ -69,7 +70,8 @@ def test_refused_before_anything_changes():
     model = nn.Sequential(nn.BatchNorm2d(8), timm.layers.BatchNormAct2d(8))
     with fct.expect_fail(ValueError, "the BatchNormAct2d '1' is a subclass"): to_group_norm(model)
     assert type(model[0]) is nn.BatchNorm2d
-    for last,why in (nn.LazyBatchNorm2d(),'does not know its channels'), (nn.BatchNorm1d(7),'has 7 features'), (torch.jit.script(nn.BatchNorm2d(8)),'is compiled by torch.jit'):
+    compiled = torch.jit.script(nn.BatchNorm2d(8))
+    for last,why in (nn.LazyBatchNorm2d(),'does not know its channels'), (nn.BatchNorm1d(7),'has 7 features'), (compiled,'is compiled by torch.jit'):
         with fct.expect_fail(ValueError, why): to_group_norm(nn.Sequential(model[0], last))
     assert type(model[0]) is nn.BatchNorm2d
     lazy = nn.Sequential(nn.LazyBatchNorm2d())

@@ -11,7 +11,8 @@ def test_counts(name, v):
 
 def test_arguments():
     for kw in dict(average=1), dict(average='mean'), dict(drop_last=0):
-        with pytest.raises(ValueError, match=f'AccumulateStep: {list(kw)[0]} must be True, False or None, got {list(kw.values())[0]!r}'): AccumulateStep(1, **kw)
+        (name,v), = kw.items()
+        with pytest.raises(ValueError, match=f'AccumulateStep: {name} must be True, False or None, got {v!r}'): AccumulateStep(1, **kw)
     with pytest.raises(ValueError, match='AccumulateStep: weight must be a function'): AccumulateStep(1, weight=1.)
     for n_step,n_samples in (4,32),(None,None):
         match = f'give either n_step, which counts micro-batches, or n_samples, got n_step={n_step} and n_samples={n_samples}'

@@ -135,7 +135,8 @@ def frozen_then_all(learn):
     learn.unfreeze()
     learn.fit_one_cycle(1, slice(1e-5, 1e-3))
 
-@app('vision, transfer learning', note='`vision_learner`, not pretrained, with a head of no batch norm and `BatchNormEval`; frozen, then unfrozen with `slice` rates')
+@app('vision, transfer learning', note='`vision_learner`, not pretrained, with a head of no batch norm and `BatchNormEval`; frozen, '
+     'then unfrozen with `slice` rates')
 def test_transfer(works):
     def make(bs):
         dls = loaders(bs, (ImageBlock, CategoryBlock), [colour, get_digit], item_tfms=Resize(16))
