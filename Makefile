@@ -41,10 +41,12 @@ bench-distributed: $(READY) ## What two processes send, and how long it takes th
 bench-microbatch: $(READY) ## What cutting a batch costs in time and saves in memory
 	$(BIN)/python benchmarks/microbatch.py
 
-experiments: $(READY) ## What the first users of accumulation tried, and other libraries (downloads MNIST)
+experiments: $(READY) ## What the first users of accumulation tried, and other libraries (downloads MNIST and CIFAR, an hour and a half)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations,bench]'
 	$(BIN)/python benchmarks/toy.py
+	$(BIN)/python benchmarks/errors.py
 	$(BIN)/python benchmarks/mnist.py
+	$(BIN)/python benchmarks/cifar.py
 	$(BIN)/python benchmarks/others.py
 
 bench: $(READY) ## What accumulation costs in time and memory

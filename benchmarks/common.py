@@ -95,3 +95,18 @@ def mnist(folder=None):
         x,y = read('images-idx3', 16).reshape(-1,28,28),read('labels-idx1', 8)
     order = np.random.RandomState(0).permutation(len(x))
     return torch.tensor(x[order]).float()/255,torch.tensor(y[order].astype(int))
+
+def cifar(folder=None):
+    """1,000 images of each class of CIFAR-10 to train on and 200 to test, as 3 × 32 × 32 floats around 0, and their classes. `folder` holds `train` and
+    `test`, with a folder for each class."""
+    import numpy as np
+    from PIL import Image
+    if folder is None:
+        from fastai.data.external import untar_data,URLs
+        folder = untar_data(URLs.CIFAR)
+    def read(part, n):
+        files = [(f,i) for i,c in enumerate(sorted(o for o in (folder/part).iterdir() if o.is_dir())) for f in sorted(c.iterdir())[:n]]
+        if not files: raise FileNotFoundError(f'no images in {folder/part}: give the folder that holds train/CLASS and test/CLASS')
+        x = torch.tensor(np.stack([np.array(Image.open(f)) for f,_ in files])).permute(0,3,1,2).float()/255
+        return (x-.47)/.25,torch.tensor([i for _,i in files])
+    return read('train', 1000),read('test', 200)

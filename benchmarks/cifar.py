@@ -1,0 +1,137 @@
+"""Batch norm under accumulation: a residual network on CIFAR images with batches of 32 and with 8 × 4, where the difference comes from, and what helps.
+
+    python benchmarks/cifar.py                  # print the tables, an hour or more on two cores; fastai downloads CIFAR
+    python benchmarks/cifar.py --data FOLDER    # with the images in FOLDER/train/CLASS and FOLDER/test/CLASS
+    python benchmarks/cifar.py --save           # and write the figures to benchmarks/results/cifar.json, which the docs show
+"""
+import argparse,warnings
+from multiprocessing import get_context
+from common import *
+warnings.filterwarnings('ignore')
+from fastai.basics import *
+from fastai.callback.progress import ProgressCallback
+from fastai.callback.schedule import ParamScheduler
+from fastai.callback.training import GradientAccumulation
+from fastai_accum.all import *
+
+EPOCHS,LR = 4,3e-3
+
+def conv(ni, nf, ks=3, stride=1): return nn.Conv2d(ni, nf, ks, stride, ks//2, bias=False),nn.BatchNorm2d(nf)
+
+class Residual(nn.Module):
+    def __init__(self, ni, nf, stride=1):
+        super().__init__()
+        self.convs = nn.Sequential(*conv(ni, nf, stride=stride), nn.ReLU(), *conv(nf, nf))
+        self.shortcut = nn.Identity() if ni==nf and stride==1 else nn.Sequential(*conv(ni, nf, 1, stride))
+    def forward(self, x): return F.relu(self.convs(x)+self.shortcut(x))
+
+def resnet(w=16):
+    "Seven convolutions of 3 × 3 with batch norm, two more of 1 × 1"
+    return nn.Sequential(*conv(3, w, stride=2), nn.ReLU(), Residual(w, w), Residual(w, 2*w, 2), Residual(2*w, 4*w, 2),
+                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4*w, 10))
+
+def no_norm(model):
+    "Without normalisation: the last convolution of each block begins at zero, so that a block begins as its shortcut"
+    for m in list(model.modules()):
+        if isinstance(m, nn.Conv2d): nn.init.kaiming_normal_(m.weight)
+        for name,child in m._modules.items():
+            if isinstance(child, nn.BatchNorm2d): m._modules[name] = nn.Identity()
+    for m in model:
+        if isinstance(m, Residual): nn.init.zeros_(m.convs[3].weight)
+    return model
+
+class LateSchedule(Callback):
+    "The schedule of a window of 4 whose points are those of its last micro-batch, as where a callback counts micro-batches: 3/4 of a step late"
+    order,run_valid = ParamScheduler.order-1,False
+    def before_batch(self): self.learn.pct_train += .75/(self.n_iter*self.n_epoch)
+    def after_batch(self): self.learn.pct_train -= .75/(self.n_iter*self.n_epoch)
+
+# What each is trained with. The first is what the others are compared with
+arms = {
+    '32':                         dict(bs=32),
+    '8 × 4':                      dict(bs=8, cbs=lambda: AccumulateStep(4)),
+    '8 × 4, momentum':            dict(bs=8, cbs=lambda: AccumulateStep(4), change=partial(scale_bn_momentum, n_step=4)),
+    '32, late schedule':          dict(bs=32, cbs=LateSchedule),
+    '32, last window dropped':    dict(bs=32, drop_last=True),
+    'GradientAccumulation':       dict(bs=8, cbs=lambda: GradientAccumulation(32)),
+    '4 × 8':                      dict(bs=4, cbs=lambda: AccumulateStep(8)),
+    '2 × 16':                     dict(bs=2, cbs=lambda: AccumulateStep(16)),
+    '2 × 16, momentum':           dict(bs=2, cbs=lambda: AccumulateStep(16), change=partial(scale_bn_momentum, n_step=16)),
+    'constant lr, 32':            dict(bs=32, fit=Learner.fit),
+    'constant lr, 8 × 4':         dict(bs=8, cbs=lambda: AccumulateStep(4), fit=Learner.fit),
+    'constant lr, 8 × 4, momentum': dict(bs=8, cbs=lambda: AccumulateStep(4), change=partial(scale_bn_momentum, n_step=4), fit=Learner.fit),
+    'group norm, 32':             dict(bs=32, change=to_group_norm),
+    'group norm, 8 × 4':          dict(bs=8, cbs=lambda: AccumulateStep(4), change=to_group_norm),
+    'no norm, clipped, 32':       dict(bs=32, cbs=lambda: AdaptiveGradientClip(), change=no_norm),
+    'no norm, clipped, 8 × 4':    dict(bs=8, cbs=lambda: [AccumulateStep(4), AdaptiveGradientClip()], change=no_norm),
+}
+# On five classes with a new head, after training on the other five
+tuned = {
+    '32':                   dict(bs=32),
+    '8 × 4':                dict(bs=8, cbs=lambda: AccumulateStep(4)),
+    'BatchNormEval, 32':    dict(bs=32, cbs=BatchNormEval),
+    'BatchNormEval, 8 × 4': dict(bs=8, cbs=lambda: [AccumulateStep(4), BatchNormEval()]),
+}
+
+def train(data, seed, bs, cbs=None, change=noop, drop_last=False, fit=Learner.fit_one_cycle, body=None):
+    "Train from `seed`, or from the weights of a `body` with the order of that seed, and return the learner"
+    set_seed(seed)
+    train,test = (list(zip(*o)) for o in data)
+    dls = DataLoaders(DataLoader(train, bs=bs, shuffle=True, drop_last=drop_last), DataLoader(test, bs=500))
+    model = resnet()
+    if body: model[:-1].load_state_dict(body)   # the head is new
+    learn = Learner(dls, change(model), loss_func=nn.CrossEntropyLoss(), metrics=accuracy, cbs=cbs and cbs())
+    learn.remove_cb(ProgressCallback); learn.logger = noop
+    fit(learn, EPOCHS, LR)
+    return learn
+
+def figures(learn):
+    "The share of the test images that are wrong, the mean loss, and all weights in a row"
+    loss,acc = learn.validate()
+    return dict(error=1-acc, loss=loss, weights=torch.cat([p.detach().flatten() for p in learn.model.parameters()]).double())
+
+def classes(data, keep): return [(x[m],y[m]) for x,y in data for m in [torch.isin(y, torch.tensor(keep))]]
+
+def one(folder, kind, name, seed):
+    "The figures of one training, or of all those that go on from one"
+    torch.set_num_threads(1)
+    print(f'seed {seed}: {name or kind}', file=sys.stderr)
+    data = cifar(folder)
+    if kind=='train': return {name:figures(train(data, seed, **arms[name]))}
+    start = train(classes(data, range(5)), seed, bs=32).model[:-1].state_dict()
+    return {k:figures(train(classes(data, range(5,10)), seed, body=start, **o)) for k,o in tuned.items()}
+
+def jobs(seeds): return [(*o, seed) for seed in range(seeds) for o in ([('train', name) for name in arms]+[('tune', '')])]
+
+def gather(seeds, results):
+    "Error and loss of each seed, and how far the weights are from those of the runs that should have the same"
+    res = dict(train={k:[] for k in arms}, tune={k:[] for k in tuned})
+    for (kind,_,_),figs in zip(jobs(seeds), results):
+        for k,o in figs.items(): res[kind][k].append(o)
+    far = lambda kind, a, b: [((p['weights']-q['weights']).norm()/q['weights'].norm()).item() for p,q in zip(res[kind][a], res[kind][b])]
+    same = {'8 × 4, momentum':far('train', '8 × 4, momentum', '8 × 4'), 'group norm, 8 × 4':far('train', 'group norm, 8 × 4', 'group norm, 32'),
+            'no norm, clipped, 8 × 4':far('train', 'no norm, clipped, 8 × 4', 'no norm, clipped, 32'),
+            'BatchNormEval, 8 × 4':far('tune', 'BatchNormEval, 8 × 4', 'BatchNormEval, 32')}
+    return {kind:{k:{f:[o[f] for o in os] for f in ('error','loss')} for k,os in figs.items()} for kind,figs in res.items()} | dict(same=same)
+
+def own_base(name):
+    "What an arm is compared with: itself in batches of 32, or else batch norm in batches of 32"
+    return name.split('8 × 4')[0]+'32' if '8 × 4' in name else '32'
+
+if __name__=='__main__':
+    p = argparse.ArgumentParser()
+    p.add_argument('--data', type=Path); p.add_argument('--save', action='store_true')
+    p.add_argument('--seeds', type=int, default=10); p.add_argument('--workers', type=int, default=os.cpu_count())
+    args = p.parse_args()
+    print(machine())
+    cifar(args.data)   # download once
+    with get_context('spawn').Pool(args.workers) as pool: results = pool.starmap(one, [(args.data, *o) for o in jobs(args.seeds)], chunksize=1)
+    res = gather(args.seeds, results)
+    mean = lambda vs: f'{statistics.mean(vs):.3f} ± {statistics.stdev(vs)/len(vs)**.5:.3f}' if len(vs)>1 else f'{vs[0]:.3f}'
+    print('\nError: the share of the test images that are wrong. ± is the standard error of the mean over the seeds')
+    for kind in 'train','tune':
+        rows = [(k, own_base(k), o) for k,o in res[kind].items()]
+        rows = [(k, mean(o['error']), base, mean([a-b for a,b in zip(o['error'], res[kind][base]['error'])]), mean(o['loss'])) for k,base,o in rows]
+        print('\n'+table(rows, [kind,'error','compared with','error minus its error, same seeds','loss']))
+    print('\nWeights, relative difference to the run that should have the same: '+', '.join(f'{k} {min(v):.0e} to {max(v):.0e}' for k,v in res['same'].items()))
+    if args.save: save('cifar', epochs=EPOCHS, lr=LR, seeds=args.seeds, **res)
