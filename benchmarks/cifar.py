@@ -31,7 +31,7 @@ def resnet(w=16):
                          nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4*w, 10))
 
 def no_norm(model):
-    "Without normalisation: the last convolution of each block begins at zero, so that a block begins as its shortcut"
+    "Without normalisation, and without its biases; the last convolution of each block begins at zero, so that a block begins as its shortcut"
     for m in list(model.modules()):
         if isinstance(m, nn.Conv2d): nn.init.kaiming_normal_(m.weight)
         for name,child in m._modules.items():
@@ -41,7 +41,7 @@ def no_norm(model):
     return model
 
 class LateSchedule(Callback):
-    "The schedule of a window of 4 whose points are those of its last micro-batch, as where a callback counts micro-batches: 3/4 of a step late"
+    "The schedule of a window of 4 whose points are those of its last micro-batch, as where a callback counts micro-batches: each step 3/4 of a step further on"
     order,run_valid = ParamScheduler.order-1,False
     def before_batch(self): self.learn.pct_train += .75/(self.n_iter*self.n_epoch)
     def after_batch(self): self.learn.pct_train -= .75/(self.n_iter*self.n_epoch)
