@@ -2,6 +2,7 @@
 
     python benchmarks/errors.py          # print the table, ten seconds
     python benchmarks/errors.py --save   # and write it to benchmarks/results/errors.json, which the README shows
+    python benchmarks/errors.py --fastxtend   # compare the rules with fastxtend itself, if it is installed; it changes fastai's defaults for the whole process
 """
 import sys,tempfile,warnings
 warnings.filterwarnings('ignore')
@@ -189,8 +190,16 @@ def figure(res): return res if isinstance(res, str) else str(res) if isinstance(
 
 def table_rows(): return [(name, what, *(figure(measure(case, acc)) for acc in columns.values())) for name,what,case in cases]
 
+def compare():
+    "fastxtend's own figures beside those of its rules; whether they are the same"
+    from fastxtend.callback.gradaccum import GradientAccumulation as Theirs
+    rows = [(name, *(figure(measure(case, theirs(cls))) for cls in (Theirs,FastxtendRules))) for name,_,case in cases]
+    print(table(rows, ['case','fastxtend','its rules']))
+    return all(a==b for _,a,b in rows)
+
 if __name__=='__main__':
     torch.set_num_threads(1)
+    if '--fastxtend' in sys.argv: sys.exit(not compare())
     rows,cols = table_rows(),['case','measured','fastai',"fastxtend's rules",'AccumulateStep']
     print(machine()+'\n\n'+table(rows, cols))
     if '--save' in sys.argv: save('errors', rows=rows, cols=cols)

@@ -2,8 +2,9 @@
 
 Both halves matter: `AccumulateStep` has to agree with the large batch to `TOL`, and fastai's callback has to be off by what is known,
 or the comparison could not have failed. Where the known error depends on the data, `KNOWN` holds what it is on the data made here."""
-import json,sys
+import json,subprocess,sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 import pytest
 from harness import *
@@ -206,9 +207,8 @@ def test_error_table(errors):
         assert all(map(same, row, old)), f'measured {row}, saved {old}'
         assert row[4]==right[row[1]] if row[1] in right else float(row[4])<=TOL, row
 
-def test_fastxtend_rules(errors):
-    "The rules that stand for fastxtend in the table have its errors"
-    theirs = pytest.importorskip('fastxtend.callback.gradaccum', reason='compares with fastxtend itself: install the extra "integrations"').GradientAccumulation
-    for name,_,case in errors.cases:
-        a,b = (errors.figure(errors.measure(case, lambda n, **kwargs: cls(n))) for cls in (theirs,errors.FastxtendRules))
-        assert a==b, f'{name}: fastxtend {a}, rules {b}'
+@pytest.mark.skipif(not find_spec('fastxtend'), reason='compares with fastxtend itself: install the extra "integrations"')
+def test_fastxtend_rules():
+    "The rules that stand for fastxtend in the table have its errors. In a process of its own, since fastxtend adds a callback to every learner"
+    res = subprocess.run([sys.executable, '-W', 'ignore', root/'benchmarks'/'errors.py', '--fastxtend'], capture_output=True, text=True)
+    assert res.returncode==0, res.stdout+res.stderr
