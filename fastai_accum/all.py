@@ -8,8 +8,8 @@ Docs: https://fastai-accum.github.io/fastai_accum/index.html.md"""
 __all__ = []
 
 # %% ../nbs/index.ipynb #cae9a1f5
-from fastai_accum import loss,core,patch,microbatch,batchnorm,clip,skip,precision
-from fastai_accum.loss import *
+from fastai_accum import core,patch,microbatch,batchnorm,clip,skip,precision
+from fastai_accum.loss import loss_weight
 from fastai_accum.core import *
 from fastai_accum.patch import *
 from fastai_accum.microbatch import *
@@ -19,4 +19,4 @@ from fastai_accum.skip import *
 from fastai_accum.precision import *
 
 # %% ../nbs/index.ipynb #f21b2315
-__all__ = [*loss.__all__, *core.__all__, *patch.__all__, *microbatch.__all__, *batchnorm.__all__, *clip.__all__, *skip.__all__, *precision.__all__]
+__all__ = ['loss_weight', *core.__all__, *patch.__all__, *microbatch.__all__, *batchnorm.__all__, *clip.__all__, *skip.__all__, *precision.__all__]

@@ -12,10 +12,15 @@ from contextlib import contextmanager
 from functools import wraps
 from types import SimpleNamespace
 from fastai.basics import *
-from .core import AccumulateStep,_is_a
+from .core import AccumulateStep,is_a
 
 # %% ../nbs/patch.ipynb #bdf660df
-def _has_own(cbs): return any(_is_a(o, 'AccumulateStep') for o in cbs)   # by name: a notebook may have reloaded the module
+def _has_own(cbs): return any(is_a(o, 'AccumulateStep') for o in cbs)   # by name: a notebook may have reloaded the module
+
+# %% ../nbs/patch.ipynb #117deb18
+class LentStep(AccumulateStep):
+    "An `AccumulateStep` of one fit. When that is over its `counts` can be read; copies of the learner, and files, are without it"
+    def __reduce_ex__(self, protocol): return super().__reduce_ex__(protocol) if self.learn else (type(None),())
 
 # %% ../nbs/patch.ipynb #48a27287
 def _accumulating(fit):
@@ -23,8 +28,11 @@ def _accumulating(fit):
     @wraps(fit)
     def _fit(self, n_epoch, lr=None, wd=None, cbs=None, *args, **kwargs):
         on,cbs = getattr(defaults, 'accumulation', None),L(cbs)
-        if on and not _has_own(self.cbs+cbs): cbs = cbs + [AccumulateStep(**on.settings)]
-        return fit(self, n_epoch, lr, wd, cbs, *args, **kwargs)
+        if not on or _has_own(self.cbs+cbs): return fit(self, n_epoch, lr, wd, cbs, *args, **kwargs)
+        acc = LentStep(**on.settings)
+        try: return fit(self, n_epoch, lr, wd, cbs+[acc], *args, **kwargs)
+        finally:
+            if 'counts' in vars(acc): self.accumulate_step = acc   # fastai has removed it; its counts can be read
     return _fit
 
 # %% ../nbs/patch.ipynb #1633ffb7
@@ -37,9 +45,13 @@ def turn_on_accumulation(
     if n_step is not None: kwargs['n_step'] = n_step
     if not {'n_step','n_samples'} & set(kwargs): raise ValueError("turn_on_accumulation: give n_step, which counts micro-batches, or n_samples; got neither")
     AccumulateStep(**kwargs)   # a bad argument is an error here, and the earlier setting stays
+    on = getattr(defaults, 'accumulation', None)
+    _put_on(SimpleNamespace(settings=kwargs, block=getattr(on, 'block', None)))
+
+def _put_on(on):
     turn_off_accumulation()
-    defaults.accumulation = SimpleNamespace(settings=kwargs, fit=_accumulating(Learner.fit))
-    Learner.fit = defaults.accumulation.fit
+    on.fit = _accumulating(Learner.fit)
+    defaults.accumulation,Learner.fit = on,on.fit
 
 # %% ../nbs/patch.ipynb #88bb7541
 def turn_off_accumulation():
@@ -57,9 +69,17 @@ def accumulation(
     **kwargs
 ):
     "`turn_on_accumulation` for the length of a `with` block; then back to what was before"
-    old = getattr(defaults, 'accumulation', None)
+    before,block = getattr(defaults, 'accumulation', None),SimpleNamespace(is_open=True)
+    block.before = before
     turn_on_accumulation(n_step, **kwargs)
+    defaults.accumulation.block = block
     try: yield
     finally:
-        turn_off_accumulation()
-        if old: turn_on_accumulation(**old.settings)
+        block.is_open,on = False,getattr(defaults, 'accumulation', None)
+        if on is None or on.block is block: _restore(before)   # else a block that began later is still open
+
+def _restore(on):
+    "Put on what was on before a block; that may have been a block that has ended since"
+    while on and getattr(on, 'block', None) and not on.block.is_open: on = on.block.before
+    if on: _put_on(on)
+    else:  turn_off_accumulation()

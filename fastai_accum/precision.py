@@ -8,8 +8,9 @@ Docs: https://fastai-accum.github.io/fastai_accum/precision.html.md"""
 __all__ = ['GradAccumDtype']
 
 # %% ../nbs/precision.ipynb #aee3e873
+from contextlib import contextmanager
 from fastai.basics import *
-from .core import _is_a
+from .core import first_of,is_a
 from .processes import _is_sharded
 
 # %% ../nbs/precision.ipynb #a826efc7
@@ -38,8 +39,8 @@ def before_fit(self:GradAccumDtype):
     "See that there are windows to sum over"
     learn = self.learn
     if learn.lock.locked(): return
-    if learn.cbs.map(_is_a, name='GradAccumDtype').count(True)>1: raise ValueError("GradAccumDtype: cbs holds more than one of them, keep one")
-    if not hasattr(learn, 'accumulate_step'):
+    if learn.cbs.map(is_a, name='GradAccumDtype').count(True)>1: raise ValueError("GradAccumDtype: cbs holds more than one of them, keep one")
+    if not first_of(learn, 'WindowCallback'):
         raise ValueError("GradAccumDtype: the learner has no AccumulateStep whose windows could be summed; add one, for example AccumulateStep(n_step=4)")
 
 # %% ../nbs/precision.ipynb #a5bd0350
@@ -52,48 +53,38 @@ def before_train(self:GradAccumDtype):
                              "remove it")
 
 # %% ../nbs/precision.ipynb #7088127e
-@patch
-def _add(self:GradAccumDtype, p, share=1):
-    "Move the gradient of `p`, multiplied by `share`, to the sums"
-    sums = self.learn.accumulate_step.window.sums
-    g,s = p.grad.to(torch.promote_types(p.dtype, self.dtype)).mul_(share),sums.get(p)
+def _add(sums, dtype, share, p):
+    "Move the gradient of `p`, multiplied by `share`, to `sums`"
+    g,s = p.grad.to(torch.promote_types(p.dtype, dtype)).mul_(share),sums.get(p)
     p.grad = None
     sums[p] = g if s is None else g.add_(s) if s.is_sparse else s.add_(g)
 
 # %% ../nbs/precision.ipynb #29eb2ff5
 @patch
-def _summed(self:GradAccumDtype, f):
-    "The backward pass `f`, with a hook on each parameter"
-    acc,hooks = self.learn.accumulate_step,[]
-    ps = [p for p in acc._params() if p.requires_grad]
+@contextmanager
+def summing(self:GradAccumDtype, share):
+    "Take the gradients of the backward pass inside, multiplied by `share`, as they come"
+    win,hooks = self.learn.accumulate_step.window,[]
+    if win.sums is None: win.sums = {}
+    ps = [p for p,_ in win.start.params if p.requires_grad]
     for p in ps:
-        if p.grad is not None: self._add(p)
+        if p.grad is not None: _add(win.sums, self.dtype, 1, p)
     try:
-        for p in ps: hooks.append(p.register_post_accumulate_grad_hook(partial(self._add, share=acc.window.share)))
-        f()
+        for p in ps: hooks.append(p.register_post_accumulate_grad_hook(partial(_add, win.sums, self.dtype, share)))
+        yield
     finally:
         for h in hooks: h.remove()
-
-# %% ../nbs/precision.ipynb #23febe69
-@patch
-def after_loss(self:GradAccumDtype):
-    "Give the window its sums, and borrow the backward pass"
-    acc = getattr(self.learn, 'accumulate_step', None)
-    if acc is None or not acc.window.open: return
-    if acc.window.sums is None: acc.window.sums = {}
-    acc._borrow(self.learn, _backward=partial(self._summed, self.learn._backward))
 
 # %% ../nbs/precision.ipynb #dfae2a96
 @patch
 def _put_back(self:GradAccumDtype, factor=1):
     "Add the sums, multiplied by `factor`, to the gradients"
-    win = getattr(getattr(self.learn, 'accumulate_step', None), 'window', None)
+    win = getattr(vars(self.learn).get('accumulate_step'), 'window', None)
     while win and win.sums:
         p,g = win.sums.popitem()
         if g.is_sparse: g = g.coalesce()   # before it is rounded
         g = g.mul_(factor)
         p.grad = (g if p.grad is None else g.add_(p.grad)).to(p.dtype)
-    if win: win.sums = None
 
 @patch
 def before_step(self:GradAccumDtype):

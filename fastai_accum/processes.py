@@ -18,9 +18,10 @@ class Processes:
     waits = True   # one that has nothing left can step along with the others
     def __init__(self,
         model:nn.Module, # Model that synchronises its gradients
+        who:str, # Name of the callback, for its errors
         group=None # Process group; `None` is that of all processes
     ):
-        self.model,self.group,self.n = model,group,torch.distributed.get_world_size(group)
+        self.model,self.who,self.group,self.n = model,who,group,torch.distributed.get_world_size(group)
 
     def check_drop(self): "Raise an error if the micro-batch in flight cannot be left out; mostly it can"
     def prepare(self): "Do what all processes do together in the first forward pass of a window; mostly nothing"
@@ -46,8 +47,8 @@ def max(self:Processes, *vs):
 # %% ../nbs/processes.ipynb #0ba2c40b
 class Replicas(Processes):
     "Processes that have a copy of the model each, in `DistributedDataParallel`"
-    def __init__(self, ddp):
-        super().__init__(ddp, ddp.process_group)
+    def __init__(self, ddp, who):
+        super().__init__(ddp, who, ddp.process_group)
         self.first,self.records = ddp.static_graph,False   # a static graph is recorded in the very first backward pass, which has to be a synchronised one
 
     def sync(self, on):
@@ -57,7 +58,7 @@ class Replicas(Processes):
 
     def check_drop(self):
         "Refuse to go without the backward pass that the other processes wait for"
-        if self.records: raise RuntimeError("AccumulateStep: drop cannot leave out the first micro-batch of an epoch of a model with static_graph=True, "
+        if self.records: raise RuntimeError(f"{self.who}: drop cannot leave out the first micro-batch of an epoch of a model with static_graph=True, "
                                             "since all processes record the graph in it; leave out a later one, or do without static_graph")
 
     def prepare(self):
@@ -93,7 +94,7 @@ class Shards(Processes):
 
     def average(self, ran):
         "Refuse, since there is no backward pass without a micro-batch"
-        raise ValueError("AccumulateStep: a model in fully_shard needs a micro-batch at the end of each window in each process; "
+        raise ValueError(f"{self.who}: a model in fully_shard needs a micro-batch at the end of each window in each process; "
                          "give them loaders of the same length, and leave no micro-batch out")
 
     def reset(self):
@@ -108,14 +109,17 @@ class Shards(Processes):
 # %% ../nbs/processes.ipynb #50bf15c2
 def _is_sharded(m): return hasattr(m, 'set_requires_gradient_sync')
 
-def processes(model:nn.Module)->Processes|None:
+def processes(
+    model:nn.Module, # Model that is trained
+    who:str='AccumulateStep' # Name of the callback, for its errors
+)->Processes|None:
     "The processes that train `model` together; `None` if this one is alone"
     if not torch.distributed.is_available() or not torch.distributed.is_initialized(): return
     ddp = first(model.modules(), lambda o: isinstance(o, DistributedDataParallel))
-    res = Replicas(ddp) if ddp else Shards(model) if any(map(_is_sharded, model.modules())) else None
+    res = Replicas(ddp, who) if ddp else Shards(model, who) if any(map(_is_sharded, model.modules())) else None
     if not res or res.n==1: return
     if ddp and {*map(id, ddp.parameters())}!={*map(id, model.parameters())} or not ddp and not _is_sharded(model):
-        raise ValueError(f"AccumulateStep: only a part of the model is in {'DistributedDataParallel' if ddp else 'fully_shard'}; put the whole model in it")
+        raise ValueError(f"{who}: only a part of the model is in {'DistributedDataParallel' if ddp else 'fully_shard'}; put the whole model in it")
     return res
 
 # %% ../nbs/processes.ipynb #d35d6822
@@ -126,5 +130,5 @@ def explained(self:Processes):
     try: yield
     except RuntimeError as e:
         if not re.search('gloo|nccl|ProcessGroup', str(e), re.I): raise
-        raise RuntimeError("AccumulateStep: another process has ended, or did not come to this step before the timeout. Its own error says why; "
+        raise RuntimeError(f"{self.who}: another process has ended, or did not come to this step before the timeout. Its own error says why; "
                            "if it has none, the processes have gathered different things, as a callback does that runs in one of them only") from e

@@ -10,6 +10,7 @@ __all__ = ['SkipNonFinite']
 # %% ../nbs/skip.ipynb #2df4f3dc
 import warnings
 from fastai.basics import *
+from .core import first_of
 
 # %% ../nbs/skip.ipynb #1129bd5d
 class SkipNonFinite(Callback):
@@ -20,14 +21,15 @@ class SkipNonFinite(Callback):
     def before_fit(self):
         "See that there is an `AccumulateStep`"
         self.warned = False
-        if self.learn.lock.locked() or hasattr(self.learn, 'accumulate_step'): return
+        if self.learn.lock.locked() or first_of(self.learn, 'WindowCallback'): return
         raise ValueError("SkipNonFinite: the learner has no AccumulateStep; add one, `AccumulateStep(1)` for plain training")
 
     def before_backward(self):
         "Leave the micro-batch out if its loss is not finite"
         if self.learn.loss.isfinite().all(): return
         if not self.warned:
-            warnings.warn(f"SkipNonFinite: micro-batch {self.iter} of epoch {self.epoch} is left out, its loss is {self.learn.loss.item()}; "
-                          "others of this fit without a word")
+            n = self.accumulate_step.window.n_micro
+            warnings.warn(f"SkipNonFinite: micro-batch {n} of window {self.iter+1} in epoch {self.epoch} is left out, its loss is {self.learn.loss.item()}; "
+                          "you will not be told of others in this fit")
         self.warned = True
         self.accumulate_step.drop()

@@ -6,6 +6,7 @@ optimizers that divide by small numbers."""
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai_accum.core import *
+from fastai_accum.core import Counts
 
 TOL = 1e-12
 
@@ -24,6 +25,17 @@ class Spy(Callback):
     def before_step(self):
         grads = [None if p.grad is None else p.grad.clone() for p in self.learn.model.parameters()]
         self.steps.append(dict(grads=grads, hypers=[dict(h) for h in self.opt.hypers], train_iter=self.train_iter, pct_train=self.pct_train))
+
+class Micro(Callback):
+    "The number of the micro-batch in flight in its epoch, which is `learn.iter` without accumulation"
+    order = -1e9
+    def before_train(self): self.i = -1
+    def before_batch(self):
+        if self.training: self.i += 1
+
+class EachMicro(Callback):
+    "Has `after_batch` at each micro-batch"
+    each_micro_batch = True
 
 class Items:
     "`n` samples of a dataset; those in `skip` raise `SkipItemException`, so that the loader is shorter than its length"
@@ -51,7 +63,7 @@ def make_dls(n, bs, y=None, drop_last=False, skip=(), shuffle=True, x=None, vali
 def make_learner(dls, model=None, loss_func=None, opt_func=Adam, cbs=None, **kwargs):
     kwargs = {**dict(lr=0.02, splitter=halves), **kwargs}
     learn = Learner(dls, small_model() if model is None else model, loss_func=loss_func or nn.CrossEntropyLoss(), opt_func=opt_func,
-                    cbs=L(Spy()) + L(cbs), **kwargs)
+                    cbs=L(Spy(), Micro()) + L(cbs), **kwargs)
     learn.remove_cb(ProgressCallback)
     learn.recorder.smooth_loss = AvgSmoothLoss64()
     learn.logger = noop

@@ -44,7 +44,7 @@ class Case:
     def dropper(self, rank):
         "Leaves micro-batches out where the case says so, in the way that it says"
         event,f = self.leave or ('after_loss', lambda cb: cb.accumulate_step.drop())
-        return Callback(**{event: lambda cb: f(cb) if cb.training and (rank,cb.iter) in self.left_out else None})
+        return Callback(**{event: lambda cb: f(cb) if cb.training and (rank,cb.micro.i) in self.left_out else None})
     def several(self, rank, world):
         "What process `rank` of `world` trains"
         cbs = [AccumulateStep(**(self.acc or dict(n_step=self.n_step))), self.dropper(rank), *L(self.cbs and self.cbs())]
@@ -99,7 +99,7 @@ def interrupted(learn):
 def in_the_middle(learn):
     "Ctrl-C between two boundaries: a loop that is written by hand synchronises again"
     def stop(cb):
-        if cb.iter==1: raise KeyboardInterrupt
+        if cb.micro.i==1: raise KeyboardInterrupt
     with learn.added_cbs(Callback(after_backward=stop)):
         try: learn.fit(1)
         except KeyboardInterrupt: pass
@@ -128,12 +128,12 @@ class SkipsFirst(Callback):
     def before_step(self):
         if not self.skipped: self.skipped = True; raise CancelBatchException
 
-class Validates(Callback):
+class Validates(EachMicro):
     "Validates in the middle of a window, and sets back what fastai's `validate` leaves behind"
     run_valid = False
     def after_batch(self):
         learn,window_ends = self.learn,not hasattr(self.learn, 'accumulate_step')
-        if self.iter!=(0 if window_ends else 4): return
+        if self.micro.i!=(0 if window_ends else 4): return
         was = {k:getattr(learn, k) for k in ('dl','iter','n_iter','xb','yb','pred','loss')}
         learn.validate()
         for k,v in was.items(): setattr(learn, k, v)
@@ -147,10 +147,10 @@ class Never(Two):
 def cut_unequally(learn):
     "A fit that is cancelled before process 0 has run the model, and after process 1 has"
     def stop(cb):
-        if cb.training and cb.iter==1: raise CancelTrainException
+        if cb.training and cb.micro.i==1: raise CancelTrainException
     if isinstance(learn.model, DDP):
         cbs = [Callback(before_batch=stop)]
-        if rank_distrib()==0: cbs.append(Callback(before_batch=lambda cb: cb.accumulate_step.drop() if cb.training and cb.iter==0 else None))
+        if rank_distrib()==0: cbs.append(Callback(before_batch=lambda cb: cb.accumulate_step.drop() if cb.training and cb.micro.i==0 else None))
         learn.fit(1, .02, cbs=cbs)
     learn.spy.steps = []
     learn.fit(1, .02)
@@ -236,7 +236,7 @@ class Overflow(Callback):
     def after_backward(self):
         acc = getattr(self.learn, 'accumulate_step', None)
         alone = acc is None and self.epoch==0 and self.iter==1
-        if alone or (acc and self.epoch==0 and self.iter==5 and os.environ.get('RANK')=='1'): next(self.model.parameters()).grad[0,0] = math.inf
+        if alone or (acc and self.epoch==0 and self.micro.i==5 and os.environ.get('RANK')=='1'): next(self.model.parameters()).grad[0,0] = math.inf
 
 class InContext(Case):
     "`distrib_ctx` of fastai, which shares out the samples of one loader; a sample is repeated where their number does not divide"
@@ -267,7 +267,7 @@ class InContext(Case):
         parts = [[i if (r,j//bs) not in self.left_out else None for j,i in enumerate(idxs[r*each:(r+1)*each])] for r in range(world)]
         return [[i for p in parts for i in p[w:min(w+k*bs,n)] if i is not None] for w in range(0, n, k*bs)]
 
-class Messages(Callback):
+class Messages(EachMicro):
     "The bytes of each message that is sent for a micro-batch, and the gradients after its backward pass"
     order,run_valid = -2000,False
     def before_fit(self):
@@ -317,7 +317,7 @@ class Sharded(Case):
 def cut_short(learn):
     "A fit that is cancelled in the middle of a window, and one that is not"
     def stop(cb):
-        if cb.training and cb.iter==1 and 'accumulate_step' in vars(cb.learn): raise CancelTrainException
+        if cb.training and cb.micro.i==1 and 'accumulate_step' in vars(cb.learn): raise CancelTrainException
     learn.fit(1, .02, cbs=Callback(after_backward=stop)) if hasattr(learn, 'accumulate_step') else None
     learn.spy.steps = []
     learn.fit(1, .02)
@@ -402,6 +402,6 @@ cases['cycle'] = Case([[1,7,2,5,3,4,1,1], [6,1,4]], acc=dict(n_samples=9))
 def breaks(rank):
     "An error in one process, in the middle of a window"
     if rank==1: raise ValueError('process 1 has had enough')
-cases['breaks'] = Case([4]*8, cbs=lambda: Callback(after_loss=lambda cb: breaks(int(os.environ['RANK'])) if cb.training and cb.iter==5 else None))
+cases['breaks'] = Case([4]*8, cbs=lambda: Callback(after_loss=lambda cb: breaks(int(os.environ['RANK'])) if cb.training and cb.micro.i==5 else None))
 
 if __name__=='__main__': main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -2,6 +2,7 @@
 import pytest
 from functools import partial
 from harness import *
+from fastai_accum.microbatch import MicroBatch
 
 @pytest.mark.parametrize('order', [-math.inf, -1000, -10, 0, 50, 1000])
 def test_before_step_at_any_order(order):
@@ -55,7 +56,7 @@ def test_boundary_and_counts():
 def test_dropped_tail():
     "A dropped tail is thrown away unseen: nothing is computed for it"
     seen = []
-    look = Callback(before_batch=lambda cb: seen.append(cb.iter) if cb.training else None)
+    look = Callback(before_batch=lambda cb: seen.append(cb.micro.i) if cb.training else None)
     learn = make_learner(make_dls(76, 8), cbs=[AccumulateStep(4, drop_last=True), look])
     learn.fit(1)
     assert seen==list(range(8))
@@ -73,18 +74,18 @@ def test_drop_last_decides(keep):
     for l in (a,b): l.fit_one_cycle(2)
     assert_same(a, b)
 
-def test_progress_moves_at_each_micro_batch():
+@pytest.mark.parametrize('cbs,moves', [([AccumulateStep(4)],10), ([AccumulateStep(4, drop_last=True)],10), ([MicroBatch(3)],10)], ids=str)
+def test_progress_moves_at_each_micro_batch(cbs, moves, monkeypatch):
+    "The bar counts the batches of the loader, and is not drawn anew for each slice"
+    import fastai.callback.progress as fap
     seen = []
-    class Bar(ProgressCallback):
-        def before_fit(self): pass
-        def _launch_pbar(self): pass
-        def after_train(self): pass
-        def after_validate(self): pass
-        def after_fit(self): pass
-        def after_batch(self):
-            if self.training: seen.append((self.iter, self.n_iter))
-    make_learner(make_dls(76, 8), cbs=AccumulateStep(4)).fit(1, cbs=Bar())
-    assert seen==[(i,10) for i in range(10)]
+    class Bar(fap.progress_bar):
+        def update(self, val): seen.append((val,self.total)); super().update(val)
+    monkeypatch.setattr(fap, 'progress_bar', Bar)
+    learn = make_learner(make_dls(76, 8), cbs=[NoValid(),*cbs])
+    learn.add_cb(ProgressCallback())
+    learn.fit(1)
+    assert seen==[(i,10) for i in range(moves+1)]
 
 @pytest.mark.parametrize('shuffle', [True, False])
 def test_train_metrics(shuffle):
@@ -105,20 +106,21 @@ def test_train_metrics(shuffle):
     i = a.recorder.metric_names.index('train_losses')-1
     assert rel(L(a.recorder.values).itemgot(i), L(b.recorder.values).itemgot(i))[0]<=TOL
 
-def test_step_loggers_run_once_a_window():
+@pytest.mark.parametrize('order', [-1000,-10,0,50,55,1000])
+def test_after_batch_once_a_window(order):
     def log(order):
         cb = Callback(); cb.order = order; cb.seen = []
         cb.after_batch = lambda: cb.seen.append((cb.train_iter, cb.learn.loss.item())) if cb.training else None
         return cb
     def train(bs, cbs):
-        cb = log(55)
+        cb = log(order)
         learn = make_learner(make_dls(76, bs), cbs=[cb]+cbs); learn.fit(2)
         return cb.seen
     a,b = train(8, [AccumulateStep(4)]),train(32, [])
     assert len(b)==6 and rel(a, b)[0]<=TOL
-    cb = log(0)
-    make_learner(make_dls(76, 8), cbs=[cb, AccumulateStep(4)]).fit(1)
-    assert len(cb.seen)==10
+
+class NoValid(Callback):
+    def before_validate(self): raise CancelValidException
 
 class WandbCallback(Callback):
     "What fastai's does to its axis"
@@ -162,7 +164,7 @@ def test_cancelled_micro_batches(which, event, order):
     "A micro-batch that is cancelled before its backward pass adds nothing, and its window steps all the same, also if it was the boundary"
     name = event.replace('cancel_backward','before_backward')
     def cancel(cb):
-        if cb.training and cb.iter in which: raise cancels[event]
+        if cb.training and cb.micro.i in which: raise cancels[event]
     cb = Callback(**{name:cancel}); cb.order = order
     learn = make_learner(make_dls(76, 8, shuffle=False), cbs=[cb, AccumulateStep(4)], opt_func=SGD, wd=0.)
     learn.fit(1)
@@ -186,7 +188,7 @@ def test_cancelled_micro_batches(which, event, order):
 def test_cancelled_after_backward():
     "Its gradient is in, so the window steps with it"
     def cancel(cb):
-        if cb.iter==3: raise CancelBatchException
+        if cb.micro.i==3: raise CancelBatchException
     a = make_learner(make_dls(76, 8), cbs=[Callback(after_backward=cancel), AccumulateStep(4)])
     b = make_learner(make_dls(76, 32))
     for l in (a,b): l.fit(1)
@@ -208,9 +210,9 @@ def test_skipped_step():
 def test_cut_short(exc, at):
     "A window cut short by a cancelled epoch, training or fit is thrown away and counted; what follows is not touched by it"
     def stop(cb):
-        if cb.training and cb.epoch==0 and cb.iter==at: raise exc
+        if cb.training and cb.epoch==0 and cb.micro.i==at: raise exc
     a = make_learner(make_dls(76, 8, shuffle=False), cbs=AccumulateStep(4), opt_func=SGD, wd=0.)
-    a.fit(1, cbs=Callback(after_batch=stop))
+    a.fit(1, cbs=EachMicro(after_batch=stop))
     n = a.accumulate_step.counts
     stepped = 64 if at==7 else 32
     assert (n.n_samples,n.n_stepped,n.n_thrown)==((at+1)*8, stepped, (at+1)*8-stepped)

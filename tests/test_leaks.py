@@ -56,9 +56,9 @@ class Ending:
     def run(self, learn, fit):
         "Let `fit(cbs)` end this way"
         def fail(*args):
-            if learn.training and learn.epoch==0 and learn.iter==self.at: raise self.exc('ended')
+            if learn.training and learn.epoch==0 and learn.micro.i==self.at: raise self.exc('ended')
         cbs,(loss,forward) = [],(learn.loss_func,learn.model.forward)
-        if self.where in everywhere: cbs = [Callback(**{self.where:fail})]; cbs[0].order = self.order
+        if self.where in everywhere: cbs = [(EachMicro if self.at==MID else Callback)(**{self.where:fail})]; cbs[0].order = self.order
         if self.where=='loader':    Data.exc = self.exc
         if self.where=='model':     learn.model.forward = lambda *x: (fail(), forward(*x))[1]
         if self.where=='loss':      learn.loss_func = lambda *x: (fail(), loss(*x))[1]
@@ -154,8 +154,8 @@ def is_clean(learn):
     assert not any(p.grad.any() for p in learn.model.parameters() if p.grad is not None)
     for cb in learn.cbs:
         assert cb.run and 'after_batch' not in cb.__dict__, f'{cb}: {cb.__dict__}'
-        if isinstance(cb, AccumulateStep): assert not cb.window.open and not cb._borrowed and not cb._carry[2]
-    assert type(learn.loss_func) is nn.CrossEntropyLoss and 'all_batches' not in learn.__dict__
+        if isinstance(cb, AccumulateStep): assert cb.window is None and cb._fit is None and cb._lent is None
+    assert type(learn.loss_func) is nn.CrossEntropyLoss and not {'all_batches','_with_events'} & set(vars(learn))
 
 def fails_alike(e, ending, f, path):
     "`f` fails after plain training that ended so too, with the same error"
@@ -236,7 +236,7 @@ def test_added_in_an_epoch_that_is_cut_short(tmp_path):
         if cb.epoch==0: cb.learn.accumulate(4)
     def stop(exc):
         def f(cb):
-            if cb.training and cb.epoch==0 and cb.iter==MID: raise exc
+            if cb.training and cb.epoch==0 and cb.micro.i==MID: raise exc
         return Callback(after_backward=f)
     a,b = (learner(BS, tmp_path, Callback(before_epoch=grow)) for _ in range(2))
     a.fit(2, cbs=stop(CancelEpochException))
@@ -249,9 +249,9 @@ def test_added_in_an_epoch_that_is_cut_short(tmp_path):
 def test_set_aside_and_interrupted(tmp_path):
     "Gradients that a cancelled step leaves to the next window do not reach the next fit if there is no next window"
     def cancel(cb):
-        if cb.epoch==0 and cb.iter==3: raise CancelBatchException
+        if cb.epoch==0 and cb.micro.i==3: raise CancelBatchException
     def stop(cb):
-        if cb.training and cb.iter==MID: raise KeyboardInterrupt
+        if cb.training and cb.micro.i==MID: raise KeyboardInterrupt
     a,b = learner(BS, tmp_path/'a', AccumulateStep(4)),learner(LARGE, tmp_path/'b')
     with pytest.raises(KeyboardInterrupt): a.fit(1, cbs=[Callback(before_step=cancel), Callback(after_backward=stop)])
     n = a.accumulate_step.counts

@@ -69,7 +69,7 @@ def is_as_before(learn, old, loss, state, how):
     assert not any(p.grad.any() for p in learn.model.parameters() if p.grad is not None), 'a gradient is left'
     assert learn.loss_func is loss and dict(vars(loss))==state
     assert all(cb.run and 'after_batch' not in cb.__dict__ for cb in learn.cbs), 'a callback is asleep'
-    assert hasattr(learn, 'accumulate_step')==(how=='callback') and not hasattr(learn, 'lr_finder')
+    assert any(isinstance(cb, AccumulateStep) for cb in learn.cbs)==(how=='callback') and not hasattr(learn, 'lr_finder')
 
 @pytest.mark.parametrize('how', ['callback','patch'])
 def test_in_the_middle_of_training(how, tmp_path):

@@ -2,6 +2,7 @@
 import pickle,pytest,sys
 from harness import *
 from fastai_accum.microbatch import *
+from fastai_accum.slices import *
 from fastai_accum.rewind import *
 from fastai_accum.rewind import _n_autocast
 from fastai_accum.patch import *
@@ -340,7 +341,7 @@ def test_nothing_is_left(coupled, err, event):
         with learn.added_cbs(stop):
             try: learn.fit(1, .02)
             except (ValueError,KeyboardInterrupt): pass
-        assert 'one_batch' not in vars(learn) and 'forward' not in vars(learn.model) and learn.accumulate_step.part is None
+        assert not {'one_batch','_with_events'} & set(vars(learn)) and 'forward' not in vars(learn.model)
         with torch.no_grad():
             for p,q in zip(learn.model.parameters(), before): p.copy_(q)
         learn.create_opt(); learn.spy.steps = []
@@ -352,9 +353,10 @@ def test_nothing_is_left(coupled, err, event):
 def test_gradients_of_a_slice():
     "They are shares of the mean over the batch from the beginning, so that no sum can overflow where the batch did not"
     grads = []
-    def note(cb): grads.append(cb.model[0].weight.grad.clone()) if cb.accumulate_step.window.n_micro==1 else None
+    def note(cb):
+        if cb.accumulate_step.window.n_micro==1: grads.append(cb.model[0].weight.grad.clone())
+        assert cb.accumulate_step._fit.nominal==64
     learn = train([MicroBatch(8),AccumulateStep(2),Callback(after_backward=note)], n=64, fit=lambda l: l.fit(1))
-    assert learn.accumulate_step._nominal==64
     assert rel(grads[0]*8, grads_of_first(8))[0]<=TOL
 
 def grads_of_first(n):
@@ -389,7 +391,7 @@ def test_an_error_before_the_loop():
 def test_registered_twice():
     cb = MicroBatch(5)
     learn = make_learner(make_dls(76, 32), cbs=cb)
-    with pytest.raises(ValueError, match='MicroBatch: cbs of the learner and of this fit hold more than one'): learn.fit(1, cbs=cb)
+    with pytest.raises(ValueError, match='MicroBatch: the same instance is registered 2 times'): learn.fit(1, cbs=cb)
     learn.fit(1)
     assert len(learn.spy.steps)==3
 
@@ -407,7 +409,7 @@ def test_removed():
 def test_only_one():
     learn = make_learner(make_dls(64, 32)).micro_batch(4).micro_batch(8)
     assert learn.micro_batches.bs==8 and len(learn.cbs.filter(lambda o: isinstance(o, MicroBatch)))==1
-    with pytest.raises(ValueError, match='MicroBatch: cbs of the learner and of this fit hold more than one'): learn.fit(1, cbs=MicroBatch(4))
+    with pytest.raises(ValueError, match='MicroBatch: cbs of the learner and of this fit hold 2 of them'): learn.fit(1, cbs=MicroBatch(4))
 
 # A limited memory: the model runs out of it by the size of its input
 
@@ -590,13 +592,13 @@ def test_auto_keeps_gradients_in_validation():
 @modes
 def test_auto_validates_in_a_window(coupled):
     "A validation in the middle of a window, with memory running out before and after it: the window is gone back to as a whole"
-    class Middle(Callback):
+    class Middle(EachMicro):
         run_valid = False
         def after_batch(self):
-            if self.iter!=1 or not self.accumulate_step._is_whole: return
+            if self.micro.i!=1: return
             dl,n_iter = self.dl,self.n_iter
             self.learn.validate()
-            self.learn.dl,self.learn.n_iter,self.learn.iter,self.learn.training = dl,n_iter,1,True
+            self.learn.dl,self.learn.n_iter,self.learn.iter,self.learn.training = dl,n_iter,0,True
             self.model.train()
     class At(Sizes):
         def forward(self, x):
@@ -648,7 +650,7 @@ def test_a_model_with_a_state(coupled, cb):
 def test_the_second_pass_of_a_model_with_a_state():
     "With all kinds of dropout: the gradients are those of slices whose activations are kept"
     from fastai.callback.rnn import rnn_cbs
-    import fastai_accum.microbatch as m
+    import fastai_accum.wholebatch as m
     kwargs = dict(dls=texts_dls, model=partial(language_model, .3), n=40, bs=16, loss_func=TokenLoss(), splitter=trainable_params)
     a = train([*rnn_cbs(2., 1.),MicroBatch(5, True)], **kwargs)
     twice,m._twice = m._twice,lambda model, state, was, buffers, f, part: f(*part)

@@ -86,7 +86,7 @@ def test_exact_where_nothing_is_low(kw, cbs):
 
 def is_clean(learn):
     assert not any(p._post_accumulate_grad_hooks for p in learn.model.parameters())
-    assert not learn.accumulate_step.window.sums and '_backward' not in vars(learn)
+    assert learn.accumulate_step.window is None and '_backward' not in vars(learn)
 
 @pytest.mark.parametrize('exc', [KeyboardInterrupt, OSError, CancelTrainException, CancelEpochException, CancelFitException, CancelBatchException])
 @pytest.mark.parametrize('event', ['before_batch','before_backward','after_backward','before_step','after_step','after_batch'])
@@ -94,7 +94,7 @@ def test_nothing_is_left(event, exc):
     "However a fit ends, no hook and no sum is left, and what follows is what follows without the callback"
     if exc is CancelBatchException and event=='after_batch': exc = CancelTrainException   # `after_batch` is outside what that one cancels
     def stop(cb):
-        if cb.training and cb.epoch==0 and cb.iter==stop.at: raise exc('stopped')
+        if cb.training and cb.epoch==0 and cb.micro.i==stop.at: raise exc('stopped')
     def train(cbs):
         stop.at = 3 if event in ('before_step','after_step') else 5
         learn = make_learner(make_dls(76, 8, shuffle=False), cbs=[AccumulateStep(4), *cbs])
@@ -108,9 +108,9 @@ def test_nothing_is_left(event, exc):
 def test_with_the_rest(tmp_path):
     "`lr_find`, the patch, unfreezing in the middle of an epoch, micro-batches that are left out"
     def unfreeze(cb):
-        if cb.training and cb.epoch==0 and cb.iter==2: cb.learn.unfreeze()
+        if cb.training and cb.epoch==0 and cb.micro.i==2: cb.learn.unfreeze()
     def leave_out(cb):
-        if cb.training and cb.iter in (1,7): cb.accumulate_step.drop()
+        if cb.training and cb.micro.i in (1,7): cb.accumulate_step.drop()
     def train(cbs):
         learn = make_learner(make_dls(76, 8), path=tmp_path, cbs=[Callback(before_batch=unfreeze), Callback(after_loss=leave_out), *cbs])
         learn.freeze()
@@ -136,7 +136,7 @@ def test_sparse():
 def test_deepcopy_inside(tmp_path):
     copies = []
     def copy(cb):
-        if cb.training and cb.iter==1: copies.append((deepcopy(cb.learn.model), pickle.dumps(cb.learn.model)))
+        if cb.training and cb.micro.i==1: copies.append((deepcopy(cb.learn.model), pickle.dumps(cb.learn.model)))
     learn = make_learner(make_dls(60, 8), cbs=[AccumulateStep(4), GradAccumDtype(), Callback(after_backward=copy)])
     learn.fit(1)
     assert copies and not any(p._post_accumulate_grad_hooks for p in copies[0][0].parameters())
@@ -178,7 +178,7 @@ def test_kept_sums():
 def test_unfreeze_inside(event, at):
     "A parameter that is unfrozen in a window has the gradient of the micro-batches that follow"
     def unfreeze(cb):
-        if cb.training and cb.epoch==0 and cb.iter==at: cb.learn.unfreeze()
+        if cb.training and cb.epoch==0 and cb.micro.i==at: cb.learn.unfreeze()
     def fit(learn): learn.freeze(); learn.fit(2)
     assert_same(*both(fit, lambda: [Callback(**{event:unfreeze})], loss_func=by_class))
 
@@ -217,7 +217,7 @@ def test_changed_inside(what, at):
     "Added or removed in the middle of training, it takes over the sums or hands them back"
     def train(change):
         def do(cb):
-            if not (cb.training and cb.epoch==0 and cb.iter==at): return
+            if not (cb.training and cb.epoch==0 and cb.micro.i==at): return
             if what=='remove both': cb.learn.remove_cb(AccumulateStep)
             if change: cb.learn.add_cb(GradAccumDtype()) if what=='add' else cb.learn.remove_cb(GradAccumDtype)
         cbs = [AccumulateStep(4), Callback(after_batch=do), *([GradAccumDtype()] if change and what!='add' else [])]
@@ -231,7 +231,7 @@ def test_changed_inside(what, at):
 def test_cancelled_at_its_step(at):
     "Finished gradients that wait for the next step"
     def cancel(cb):
-        if cb.epoch==0 and cb.iter==at: raise CancelBatchException
+        if cb.epoch==0 and cb.micro.i==at: raise CancelBatchException
     a,b = both(cbs=lambda: [Callback(before_step=cancel)], loss_func=by_class)
     assert_same(a, b)
     assert a.accumulate_step.counts.weight==pytest.approx(sum(by_class.weight[classes(76)]).item())

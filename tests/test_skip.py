@@ -21,7 +21,7 @@ def large(left_out, cbs=None, **kwargs):
 
 def dropper(left_out, event, order=0):
     def f(cb):
-        if cb.training and cb.iter in left_out: cb.accumulate_step.drop()
+        if cb.training and cb.micro.i in left_out: cb.accumulate_step.drop()
     cb = Callback(**{event:f}); cb.order = order
     return cb
 
@@ -75,7 +75,7 @@ def test_misuse():
         with pytest.raises(RuntimeError, match='drop comes too late'): learn.fit(1)
     learn = make_learner(make_dls(N, BS), cbs=AccumulateStep(4))
     with pytest.raises(RuntimeError, match='drop is for a micro-batch of training'): learn.accumulate_step.drop()
-    twice = Callback(after_loss=lambda cb: [cb.accumulate_step.drop() for _ in range(2)] if cb.training and cb.iter==1 else None)
+    twice = Callback(after_loss=lambda cb: [cb.accumulate_step.drop() for _ in range(2)] if cb.training and cb.micro.i==1 else None)
     learn = make_learner(make_dls(N, BS), cbs=[AccumulateStep(4), twice]); learn.fit(1)
     assert learn.accumulate_step.counts.n_dropped==1
 
@@ -93,7 +93,7 @@ def test_skip_non_finite(which, value):
     b = large(which, opt_func=SGD)
     with pytest.warns(UserWarning) as rec: a.fit(2)
     msgs = [str(o.message) for o in rec if 'SkipNonFinite' in str(o.message)]
-    assert len(msgs)==1 and f'micro-batch {min(which)} of epoch 0 is left out' in msgs[0]
+    assert len(msgs)==1 and f'micro-batch {min(which)%4+1} of window {min(which)//4+1} in epoch 0 is left out' in msgs[0]
     b.fit(2)
     for k in 'params','opt','losses': assert rel(snapshot(a)[k], snapshot(b)[k])[0]<=TOL, k
     assert a.accumulate_step.counts.n_dropped==2*len(which)

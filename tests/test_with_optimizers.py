@@ -40,7 +40,7 @@ def test_not_held(cbs, drop_last, works):
     works(a, b)
     for p,q in zip(a.model.parameters(), b.model.parameters()): works.same(p.grad, q.grad, 'what is left')
     assert b.model[2].bias.grad.abs().sum()>0, 'nothing has added up'
-    assert not a.accumulate_step._unheld, 'parameters of a model that may be replaced'
+    assert a.accumulate_step._fit is None, 'parameters of a model that may be replaced'
 
 class Ends(Callback):
     "Raises `err` in the third step, before or after it"
@@ -64,7 +64,7 @@ def test_not_held_and_cut_short(event, err):
 @pytest.mark.parametrize('drop', [{0,1},{2,3},{1},{6,7}], ids=str)
 def test_not_held_and_left_out(drop):
     "Windows whose micro-batches are all left out do not lose what others have left"
-    cb = Callback(after_loss=lambda cb: cb.accumulate_step.drop() if cb.training and cb.iter in drop else None)
+    cb = Callback(after_loss=lambda cb: cb.accumulate_step.drop() if cb.training and cb.micro.i in drop else None)
     keep = [i for i in range(8) if i not in drop]
     kwargs = dict(splitter=lambda m: [params(m[0])], opt_func=SGD)
     a = make_learner(make_dls(64, 8, shuffle=False), cbs=[AccumulateStep(2),cb], **kwargs)
