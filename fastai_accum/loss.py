@@ -14,7 +14,7 @@ from functools import singledispatch,wraps
 from types import FunctionType,MethodType
 from fastai.basics import *
 
-# %% ../nbs/loss.ipynb #1dc04b07
+# %% ../nbs/loss.ipynb #d0a1bb63
 def _sizes(o):
     "The lengths of the tensors and arrays in `o`"
     if isinstance(o, (Tensor,np.ndarray)): return {o.shape[0]} if o.ndim else set()
@@ -129,7 +129,7 @@ def _flat_weight(loss_func:BaseLoss, pred, targ, *yb):
     if loss_func.flatten: pred,targ = pred if loss_func.is_2d else pred.reshape(-1), targ.reshape(-1)
     return loss_weight(loss_func.func, pred, targ, *yb)
 
-# %% ../nbs/loss.ipynb #886e2081
+# %% ../nbs/loss.ipynb #c2d773ab
 def _rule(*classes):
     "Register a rule for `classes`"
     def _register(f):

@@ -11,7 +11,8 @@ __all__ = ['MicroBatch']
 import warnings
 from numbers import Integral
 from fastai.basics import *
-from .core import Lent,WindowCallback,_check_weight,_refuse_unknown,first_of,is_a,rewind
+from .core import WindowCallback,_check_weight,_refuse_unknown,first_of,is_a
+from .lend import Lent
 from .loss import count_samples
 from .processes import processes
 from .rewind import Hidden,WindowState,is_out_of_memory
@@ -72,7 +73,7 @@ def _check(self:MicroBatch):
         raise ValueError("MicroBatch: the model has a reset(), so it goes on from a state of its own, of which each slice would need its rows; "
                          "that is known of fastai's AWD-LSTM only. Give its loader a smaller batch size, and AccumulateStep")
 
-# %% ../nbs/microbatch.ipynb #fbfe9cf9
+# %% ../nbs/microbatch.ipynb #08a3f2b3
 @patch
 def parts(self:MicroBatch, b):
     "The slices of batch `b`, each with whether it is the last"
@@ -146,11 +147,11 @@ def _check_split(self:MicroBatch, b, parts, bs):
             raise ValueError(f"MicroBatch: split must keep the order of the samples, but the slices of batch[{k}], one after the other, are not batch[{k}]")
     self._checked = True
 
-# %% ../nbs/microbatch.ipynb #519e8d84
+# %% ../nbs/microbatch.ipynb #87395abd
 @patch
-def gather(self:MicroBatch, acc, start, i, batches):
+def gather(self:MicroBatch, acc, i, batches, hypers):
     "What `acc._gather` does. Its batches come in slices, which are halved when memory runs out"
-    try: return self._try(acc, start, i, batches) if self.bs=='auto' else acc._gather(start, i, batches)
+    try: return self._try(acc, i, batches, hypers) if self.bs=='auto' else acc._gather(i, batches, hypers)
     except Exception as e: self._explain(e, self.bs=='auto'); raise
 
 @patch
@@ -161,27 +162,22 @@ def _explain(self:MicroBatch, e, tries):
         e.add_note(f"MicroBatch: a slice of one sample in slices of {self.size}, and batch norm needs two; "
                    "give a bs that leaves more, or see `to_group_norm` and `BatchNormEval`")
 
-@patch(as_prop=True)
-def late(self:MicroBatch):
-    "Whether the processes synchronise after all backward passes of a window, and not in the last one"
-    return self.coupled or self.bs=='auto'
-
 @patch
 def before_train(self:MicroBatch):
     "Refuse what could not be gone back from"
     group = processes(self.learn.model, self.who)
-    if group and not group.waits and self.late:
+    if group.n>1 and not group.waits and self._late:
         raise ValueError("MicroBatch: a model in fully_shard synchronises in its backward passes, of which coupled=True and bs='auto' make others; "
             "give bs, without coupled")
 
-# %% ../nbs/microbatch.ipynb #63b1678c
+# %% ../nbs/microbatch.ipynb #a182c4ca
 @patch
 def validate(self:MicroBatch, all_batches):
     "What `all_batches` does, with a model that runs slice by slice"
     learn,group = self.learn,processes(self.learn.model, self.who)
-    if self.bs=='auto' and group: group.prepare()   # or one that tries again would send buffers again
+    if self.bs=='auto': group.prepare()   # or one that tries again would send buffers again
     with Lent(learn, 'one_batch', partial(self._one_batch, learn.one_batch)): all_batches()
-    if self.bs=='auto' and group: group.reset()
+    if self.bs=='auto': group.reset()
 
 @patch
 def _one_batch(self:MicroBatch, one_batch, i, b):
@@ -210,23 +206,23 @@ def after_batch(self:MicroBatch):
 
 # %% ../nbs/microbatch.ipynb #38831e88
 @patch
-def _try(self:MicroBatch, acc, start, i, batches):
+def _try(self:MicroBatch, acc, i, batches, hypers):
     "`acc._gather`; if memory runs out, again on all batches of the window, in smaller slices"
     learn,seen,versions,group = self.learn,[],[],acc.group
-    if group and not acc.plan.n_step:
+    if acc._adds_up:
         raise ValueError("MicroBatch: bs='auto' cannot go back where processes add up samples of batches that vary in size (n_samples); give bs, or n_step")
     state,(nominal,counts) = WindowState(learn),(acc._fit.nominal,dict(vars(acc.counts)))
-    if group: group.prepare()
+    group.prepare()
     def draw():
         yield from list(seen)
         for b in batches: seen.append(b); versions.extend(_versions(b)); yield b
     self._shapes = None
     while True:
-        try: win = acc._gather(start, i, draw(), ran=bool(group)); break
+        try: win = acc._gather(i, draw(), hypers, ran=group.n>1); break
         except Exception as e:
             if not is_out_of_memory(e): raise
             self._shrink(seen[acc.window.n_batches-1], e, versions, group)
-        state.restore(); rewind(start)   # not sooner: the error has held the activations
+        state.restore(); acc._fit.grads.rewind()   # not sooner: the error has held the activations
         acc._fit.nominal = nominal
         for k in 'n_micro','n_dropped': setattr(acc.counts, k, counts[k])
     if seen: self._tell(seen[-1])
@@ -257,7 +253,7 @@ def agree(self:MicroBatch, group):
     while rows := group.max(0)[0]:
         if self._shapes is not None: self._failed.append((True, self._shapes, int(rows)))
 
-# %% ../nbs/microbatch.ipynb #ead9f1ba
+# %% ../nbs/microbatch.ipynb #982854f5
 @patch
 def _tell(self:MicroBatch, b):
     "Say what has been found"

@@ -66,7 +66,7 @@ def summing(self:GradAccumDtype, share):
     "Take the gradients of the backward pass inside, multiplied by `share`, as they come"
     win,hooks = self.learn.accumulate_step.window,[]
     if win.sums is None: win.sums = {}
-    ps = [p for p,_ in win.start.params if p.requires_grad]
+    ps = [p for p,_ in self.learn.accumulate_step._fit.grads.params if p.requires_grad]
     for p in ps:
         if p.grad is not None: _add(win.sums, self.dtype, 1, p)
     try:

@@ -7,12 +7,12 @@ Docs: https://fastai-accum.github.io/fastai_accum/wholebatch.html.md"""
 # %% auto #0
 __all__ = ['whole_batch', 'WholeForward']
 
-# %% ../nbs/wholebatch.ipynb #832b18c8
+# %% ../nbs/wholebatch.ipynb #d4875570
 from contextlib import contextmanager,nullcontext
 from fastai.basics import *
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from .core import Lent
+from .lend import Lent
 from .rewind import Buffers,Hidden,RandomState,accelerators
 from .slices import join,leaves,tree_map
 
