@@ -7,10 +7,10 @@ Docs: https://fastai-accum.github.io/fastai_accum/lend.html.md"""
 # %% auto #0
 __all__ = ['Lent']
 
-# %% ../nbs/lend.ipynb #c667c864
+# %% ../nbs/lend.ipynb #9c56e9d8
 from fastai.basics import *
 
-# %% ../nbs/lend.ipynb #46494073
+# %% ../nbs/lend.ipynb #1bb6c146
 class Lent:
     "`f` in the place of the method `name` of `o`, until `give_back`"
     def __init__(self, o, name, f):
@@ -23,7 +23,8 @@ class Lent:
 
     def give_back(self):
         "Put back what was there; or, if something else has taken the place since, do what was done before"
-        self.f = self.old
+        self.f,was = self.old,self.was
         if vars(self.o).get(self.name) is not self: return
+        while isinstance(was, Lent) and was.f is was.old: was = was.was   # that one has been given back before this one
         del vars(self.o)[self.name]
-        if self.was is not None: vars(self.o)[self.name] = self.was
+        if was is not None: vars(self.o)[self.name] = was

@@ -1,0 +1,251 @@
+"What a callback sees between two batches is what it sees with the large batch; nothing in the callbacks here knows of accumulation"
+import pytest
+from dataclasses import dataclass
+from functools import partialmethod
+from harness import *
+from fastai_accum.microbatch import *
+from fastai_accum.patch import *
+
+events = '''before_fit before_epoch before_train before_step after_step after_batch after_train before_validate after_validate after_epoch after_fit'''.split()
+orders = -100,-11,-10,0,49,50,51,60,100
+
+class Probe(Callback):
+    "Notes each event with what the learner says of itself"
+    def __init__(self, order, log): self.order,self.log = order,log
+    def _note(self, event):
+        get = lambda k: getattr(self.learn, k, None) if k in vars(self.learn) else None
+        loss = get('loss')
+        self.log.append([event, self.order, get('training'), *map(get, ('epoch','iter','n_iter','train_iter','pct_train')), None if loss is None else loss.item()])
+for e in events: setattr(Probe, e, partialmethod(Probe._note, e))
+
+@dataclass
+class Case:
+    "A loader, what accumulates on it, and the batch that it stands for"
+    cbs:object; n:int=76; bs:int=8; large:int=32; drop_last:bool=False; skip:tuple=()
+
+cases = dict(
+    kept       = Case(lambda: AccumulateStep(4)),
+    dropped    = Case(lambda: AccumulateStep(4), drop_last=True),
+    asked      = Case(lambda: AccumulateStep(4, drop_last=False), n=80),
+    n_samples  = Case(lambda: AccumulateStep(n_samples=64), n=200, bs=24, large=72),
+    shorter    = Case(lambda: AccumulateStep(4), n=92, skip=(3,14,15,33,60,61,62,63)),
+    one        = Case(lambda: AccumulateStep(1), bs=32),
+    micro      = Case(lambda: MicroBatch(5), bs=32),
+    auto       = Case(lambda: MicroBatch(), bs=32),
+    coupled    = Case(lambda: MicroBatch(5, coupled=True), bs=32),
+    both       = Case(lambda: [AccumulateStep(4),MicroBatch(3)]),
+    both_drop  = Case(lambda: [MicroBatch(3),AccumulateStep(4)], drop_last=True),
+)
+fits = dict(fit=lambda l: l.fit(2), one_cycle=lambda l: l.fit_one_cycle(3), lr_find=lambda l: l.lr_find(num_it=7, show_plot=False, suggest_funcs=None))
+
+def pair(c, cbs=lambda: [], fit=lambda l: l.fit_one_cycle(2), path=None, **kwargs):
+    "The learner that accumulates and the one with the large batch, trained"
+    res = []
+    for bs,more in (c.bs,L(c.cbs())),(c.large,L()):
+        learn = make_learner(make_dls(c.n, bs, drop_last=c.drop_last, skip=c.skip, shuffle=False), cbs=L(cbs())+more, path=path, **kwargs)
+        fit(learn)
+        res.append(learn)
+    return res
+
+@pytest.mark.parametrize('fit', fits)
+@pytest.mark.parametrize('case', cases)
+def test_every_event(case, fit, tmp_path):
+    "Events, counters, the schedule and the loss, at orders around fastai's own"
+    logs = []
+    def probes(): logs.append([]); return [Probe(o, logs[-1]) for o in orders]
+    a,b = pair(cases[case], probes, fits[fit], tmp_path)
+    la,lb = logs
+    assert [o[:-2] for o in la]==[o[:-2] for o in lb]
+    assert rel([o[-2:] for o in la], [o[-2:] for o in lb])[0]<=TOL
+    assert {o[0] for o in lb}>=set(events)-({'after_epoch'} if fit=='lr_find' else set())
+    if fit!='lr_find': assert_same(a, b)
+
+def test_by_the_patch():
+    logs = []
+    def train(bs, n):
+        logs.append([])
+        with accumulation(n): make_learner(make_dls(76, bs, shuffle=False), cbs=[Probe(o, logs[-1]) for o in orders]).fit_one_cycle(2)
+    train(8, 4); train(32, 1)
+    assert rel(*logs)[0]<=TOL
+
+class Average(Callback):
+    "An exponential average of the weights, updated in `after_batch`"
+    def before_fit(self): self.avg = [p.detach().clone() for p in self.model.parameters()]
+    def after_batch(self):
+        if self.training:
+            for a,p in zip(self.avg, self.model.parameters()): a.lerp_(p.detach(), .3)
+
+class EveryOther(Callback):
+    "Does something every other batch, by `self.iter`"
+    def before_fit(self): self.seen = []
+    def after_batch(self):
+        if self.training and self.iter%2==0: self.seen += [self.iter, self.n_iter, *(p.detach().clone() for p in self.model.parameters())]
+
+class Noisy(Callback):
+    "Changes the weights in `after_batch`"
+    def after_batch(self):
+        if self.training and self.iter==1: self.model[0].weight.data.mul_(.9)
+
+class Validates(Callback):
+    "Validates in the middle of an epoch, which leaves the learner in validation"
+    run_valid = False
+    def before_fit(self): self.seen = []
+    def after_batch(self):
+        if self.iter==1: self.learn.validate()
+
+kept = 'dl iter n_iter epoch train_iter pct_train xb yb pred loss smooth_loss final_record'.split()
+
+class Predicts(Callback):
+    "Gets predictions in the middle of an epoch, and puts the learner back"
+    run_valid,inner,event = False,False,'after_batch'
+    def before_fit(self): self.seen = []
+    def _predict(self):
+        if self.iter%2: return
+        was = {k:v for k,v in vars(self.learn).items() if k in kept}
+        recorder = {k:deepcopy(v) for k,v in vars(self.learn.recorder).items() if k!='learn'}   # validation sets it back
+        self.seen += self.learn.get_preds(inner=self.inner)
+        for k,v in was.items(): setattr(self.learn, k, v)
+        vars(self.learn.recorder).update(recorder)
+        self.learn.training = True
+        self.model.train()
+    def after_batch(self): self._predict()
+
+class PredictsInside(Predicts):
+    "The same within the fit, after the step"
+    inner,after_batch = True,noop
+    def after_step(self): self._predict()
+
+callbacks = dict(average=Average, every=EveryOther, noisy=Noisy, validates=Validates, predicts=Predicts, inside=PredictsInside)
+
+@pytest.mark.parametrize('case', ['kept','dropped','n_samples','shorter','micro','coupled','both'])
+@pytest.mark.parametrize('name', callbacks)
+def test_callbacks(name, case):
+    a,b = pair(cases[case], callbacks[name])
+    assert_same(a, b, but=('final_record','values') if name=='validates' else ())
+    for k in 'avg','seen':
+        x,y = (getattr(l.cbs[[type(o) for o in l.cbs].index(callbacks[name])], k, []) for l in (a,b))
+        assert rel(x, y)[0]<=TOL, k
+
+@pytest.mark.parametrize('case', ['kept','micro','both'])
+def test_each_micro_batch(case):
+    "A class that wants `after_batch` at each micro-batch says so, and then sees each sample once"
+    class Gathers(Callback):
+        each_micro_batch = True
+        def before_train(self): self.seen = []
+        def after_batch(self):
+            if self.training: self.seen.append(self.learn.pred.detach())
+    a,b = pair(cases[case], Gathers, lambda l: l.fit(1, lr=0.))
+    assert rel(torch.cat(a.gathers.seen), torch.cat(b.gathers.seen))[0]<=TOL and len(a.gathers.seen)>len(b.gathers.seen)
+
+def test_last_micro_batch():
+    "In `after_batch`, `xb`, `yb` and `pred` are those of the last micro-batch"
+    sizes = []
+    look = Callback(after_batch=lambda cb: sizes.append((len(cb.xb[0]), len(cb.yb[0]), len(cb.pred), cb.accumulate_step.is_boundary)) if cb.training else None)
+    make_learner(make_dls(76, 8, shuffle=False), cbs=[AccumulateStep(4), look]).fit(1)
+    assert sizes==[(8,8,8,True),(8,8,8,True),(4,4,4,True)]
+
+def test_boundary_of_a_short_loader():
+    "`is_boundary` is true at the step and in `after_batch`, also where a window turned out to be the last"
+    seen = []
+    look = lambda cb: seen.append(cb.accumulate_step.is_boundary) if cb.training else None
+    make_learner(make_dls(92, 8, skip=range(20), shuffle=False), cbs=[AccumulateStep(4), Callback(before_step=look, after_step=look, after_batch=look)]).fit(1)
+    assert seen==[True]*9
+
+class Own(Learner):
+    "Overrides what fastai's loop calls"
+    def __init__(self, *args, **kwargs): self.calls = []; super().__init__(*args, **kwargs)
+    def one_batch(self, i, b): self.calls.append('one_batch'); super().one_batch(i, b)
+    def _do_one_batch(self): self.calls.append('_do_one_batch'); super()._do_one_batch()
+    def _backward(self): self.calls.append('_backward'); (self.loss_grad*2).backward()
+    def _step(self): self.calls.append('_step'); super()._step()
+
+@pytest.mark.parametrize('how', ['class','instance'])
+def test_what_users_override(how):
+    "Subclasses and methods put on the learner are used for each micro-batch, and the step once a window"
+    def train(bs, cbs):
+        learn = make_learner(make_dls(76, bs, shuffle=False), cbs=cbs)
+        learn.calls = []
+        if how=='class': learn.__class__ = Own
+        else:
+            for k in ('one_batch','_do_one_batch','_step'):
+                setattr(learn, k, partial(lambda k, f, *args: (learn.calls.append(k), f(*args))[1], k, getattr(learn, k)))
+            learn._backward = lambda: (learn.calls.append('_backward'), (learn.loss_grad*2).backward())
+        own = {k:vars(learn)[k] for k in ('one_batch','_do_one_batch','_backward','_step') if k in vars(learn)}
+        learn.fit_one_cycle(2)
+        assert all(vars(learn)[k] is v for k,v in own.items()) and '_with_events' not in vars(learn)
+        return learn
+    a,b = train(8, AccumulateStep(4)),train(32, None)
+    assert_same(a, b)
+    n_valid = 2*2
+    count = lambda l: [l.calls.count(k)-(n_valid if 'one' in k else 0) for k in ('one_batch','_do_one_batch','_backward','_step')]
+    assert count(a)==[20,20,20,6] and count(b)==[6,6,6,6]
+
+def test_refused_before_anyone_has_acted():
+    acted = []
+    early = Callback(before_fit=lambda cb: acted.append(1)); early.order = -1e9
+    also = Callback(before_fit=lambda cb: acted.append(1)); also.order = -math.inf
+    learn = make_learner(make_dls(64, 8), loss_func=nn.CrossEntropyLoss(reduction='none'), cbs=[early, AccumulateStep(4)])
+    with pytest.raises(ValueError, match="reduction='none'"): learn.fit(1)
+    assert not acted and list(learn.opt.state)==list(learn.opt.state)
+
+lent = {'_with_events','all_batches','one_batch','save','forward'}
+def nothing_is_lent(learn): return not lent & set(vars(learn)) and 'forward' not in vars(learn.model)
+
+@pytest.mark.parametrize('cbs', [lambda: AccumulateStep(4), lambda: MicroBatch(3), lambda: [AccumulateStep(2),MicroBatch(3, coupled=True)]], ids=['acc','micro','both'])
+@pytest.mark.parametrize('event', 'before_epoch before_train before_batch after_loss before_step after_batch after_train before_validate after_validate after_epoch'.split())
+def test_nothing_is_lent_after_ctrl_c(event, cbs):
+    def stop(cb): raise KeyboardInterrupt
+    learn = make_learner(make_dls(64, 8), cbs=cbs())
+    learn.fit(1)
+    assert nothing_is_lent(learn)
+    with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=Callback(**{event:stop}))
+    assert nothing_is_lent(learn)
+    learn.fit(1); learn.validate()
+    assert nothing_is_lent(learn)
+
+@pytest.mark.parametrize('cbs', [lambda: AccumulateStep(4), lambda: MicroBatch(3)], ids=['acc','micro'])
+@pytest.mark.parametrize('event', 'before_epoch before_train before_batch after_batch after_train'.split())
+def test_removed_in_the_middle(event, cbs):
+    "Nothing is left of a callback that is removed, whenever it is, and training goes on without it"
+    def remove(cb):
+        if cb.epoch==0 and len(cb.learn.cbs)==n: cb.learn.remove_cbs(cb.learn.cbs.filter(lambda o: isinstance(o, (AccumulateStep,MicroBatch))))
+    learn = make_learner(make_dls(64, 8), cbs=[*L(cbs()), Callback(**{event:remove})])
+    n = len(learn.cbs)
+    learn.fit(2)
+    assert nothing_is_lent(learn) and not hasattr(learn, 'accumulate_step') and len(learn.spy.steps)>8
+    assert not any(p.grad.any() for p in learn.model.parameters())
+
+@pytest.mark.parametrize('when', ['after_batch','before_batch','after_epoch','before_validate'])
+def test_saved_in_the_middle(when, tmp_path):
+    "A learner that is exported, pickled or copied while it trains: what is lent leaves itself out"
+    import pickle
+    copies = []
+    def save(cb):
+        if cb.epoch==0 and not copies: copies.append(pickle.dumps(cb.learn))
+    learn = make_learner(make_dls(64, 8, shuffle=False), cbs=AccumulateStep(4))
+    saver = type('Saver', (Callback,), {when: save, '__reduce__': lambda self: (Callback, ())})()
+    learn.remove_cb(Spy)
+    learn.fit(1, cbs=saver)
+    other = pickle.loads(copies[0])
+    assert not any(type(v).__name__=='Lent' for v in vars(other).values())
+    other.add_cb(Spy())
+    other.fit(1)
+    assert len(other.spy.steps)==2
+
+def test_added_when_an_epoch_has_begun():
+    "From the next epoch on; in the middle of one there is a clear error"
+    for event in 'before_train','before_batch','after_batch':
+        def add(cb):
+            if cb.epoch==0 and not hasattr(cb.learn, 'accumulate_step'): cb.learn.add_cb(AccumulateStep(4))
+        learn = make_learner(make_dls(64, 8), cbs=Callback(**{event:add}))
+        with pytest.raises(RuntimeError, match='AccumulateStep: it was added in the middle of an epoch'): learn.fit(1)
+    learn = make_learner(make_dls(64, 8), cbs=Callback(after_epoch=lambda cb: cb.learn.accumulate(4) if cb.epoch==0 else None))
+    learn.fit(2)
+    assert len(learn.spy.steps)==8+2
+
+def test_one_instance_in_two_learners():
+    for cb in AccumulateStep(4),MicroBatch(4):
+        learn = make_learner(make_dls(64, 8), cbs=cb)
+        with pytest.raises(ValueError, match='this instance is in another Learner already'): make_learner(make_dls(64, 8), cbs=cb)
+        learn.remove_cb(cb)
+        make_learner(make_dls(64, 8), cbs=cb).fit(1)
