@@ -14,7 +14,7 @@ from functools import singledispatch,wraps
 from types import FunctionType,MethodType
 from fastai.basics import *
 
-# %% ../nbs/loss.ipynb #d0a1bb63
+# %% ../nbs/loss.ipynb #dff44579
 def _sizes(o):
     "The lengths of the tensors and arrays in `o`"
     if isinstance(o, (Tensor,np.ndarray)): return {o.shape[0]} if o.ndim else set()
@@ -63,8 +63,8 @@ def base_loss(
 
 def _uncompiled(f):
     "What `torch.compile` or `torch.jit.script` has made `f` from; `f` if neither did"
-    for k in '_orig_mod','_torchdynamo_orig_callable':
-        if k in getattr(f, '__dict__', {}) or k in getattr(f, '_modules', {}): return getattr(f, k)
+    if '_orig_mod' in getattr(f, '_modules', {}): return f._orig_mod
+    if hasattr(f, '_torchdynamo_orig_callable'): return inspect.unwrap(f._torchdynamo_orig_callable)
     if isinstance(f, torch.jit.ScriptFunction): return getattr(F, f.name, f)
     cls = getattr(nn, getattr(f, 'original_name', ''), None) if isinstance(f, torch.jit.ScriptModule) else None
     if cls not in loss_weight.registry: return f
@@ -129,7 +129,7 @@ def _flat_weight(loss_func:BaseLoss, pred, targ, *yb):
     if loss_func.flatten: pred,targ = pred if loss_func.is_2d else pred.reshape(-1), targ.reshape(-1)
     return loss_weight(loss_func.func, pred, targ, *yb)
 
-# %% ../nbs/loss.ipynb #c2d773ab
+# %% ../nbs/loss.ipynb #792fa878
 def _rule(*classes):
     "Register a rule for `classes`"
     def _register(f):

@@ -17,7 +17,7 @@ from .core import AccumulateStep,is_a
 # %% ../nbs/patch.ipynb #bdf660df
 def _has_own(cbs): return any(is_a(o, 'AccumulateStep') for o in cbs)   # by name: a notebook may have reloaded the module
 
-# %% ../nbs/patch.ipynb #117deb18
+# %% ../nbs/patch.ipynb #bf257c3f
 class LentStep(AccumulateStep):
     "An `AccumulateStep` of one fit. When that is over its `counts` can be read; copies of the learner, and files, are without it"
     def __reduce_ex__(self, protocol): return super().__reduce_ex__(protocol) if self.learn else (type(None),())
@@ -43,7 +43,7 @@ def turn_on_accumulation(
 ):
     "Accumulate in every fit of every `Learner` that has no `AccumulateStep` of its own; replaces an earlier setting"
     if n_step is not None: kwargs['n_step'] = n_step
-    if not {'n_step','n_samples'} & set(kwargs): raise ValueError("turn_on_accumulation: give n_step, which counts micro-batches, or n_samples; got neither")
+    if set(kwargs)<={'average','drop_last','weight'}: raise ValueError("turn_on_accumulation: give n_step, which counts micro-batches, or n_samples; got neither")
     AccumulateStep(**kwargs)   # a bad argument is an error here, and the earlier setting stays
     on = getattr(defaults, 'accumulation', None)
     _put_on(SimpleNamespace(settings=kwargs, block=getattr(on, 'block', None)))

@@ -62,7 +62,7 @@ def make_dls(n, bs, y=None, drop_last=False, skip=(), shuffle=True, x=None, vali
 
 def make_learner(dls, model=None, loss_func=None, opt_func=Adam, cbs=None, **kwargs):
     kwargs = {**dict(lr=0.02, splitter=halves), **kwargs}
-    learn = Learner(dls, small_model() if model is None else model, loss_func=loss_func or nn.CrossEntropyLoss(), opt_func=opt_func,
+    learn = Learner(dls, small_model() if model is None else model, loss_func=nn.CrossEntropyLoss() if loss_func is None else loss_func, opt_func=opt_func,
                     cbs=L(Spy(), Micro()) + L(cbs), **kwargs)
     learn.remove_cb(ProgressCallback)
     learn.recorder.smooth_loss = AvgSmoothLoss64()

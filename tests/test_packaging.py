@@ -50,8 +50,19 @@ def test_import_time():
 def test_public_names():
     names = {}
     exec('from fastai_accum.all import *', names)
-    for o in 'AccumulateStep Window Counts loss_weight loss_reduction base_loss sums_by_nature'.split(): assert o in names, o
+    for o in 'AccumulateStep MicroBatch turn_on_accumulation turn_off_accumulation accumulation loss_weight to_group_norm BatchNormEval'.split(): assert o in names, o
+    for o in 'Window Counts Plan WindowCallback Lent join slices base_loss processes is_a'.split(): assert o not in names, f'{o} is not for users'
     assert 'fastai_accum' not in names and 'F' not in names
+
+def test_names_of_callbacks():
+    "`learn.NAME` is the callback, so no method of a learner may have that name"
+    from fastai.basics import Callback,Learner
+    import fastai_accum.all as accum
+    cbs = [o for o in map(vars(accum).get, accum.__all__) if isinstance(o, type) and issubclass(o, Callback)]
+    assert len(cbs)>5
+    for o in cbs:
+        name = o.name if isinstance(o.name, str) else o.name.fget(o.__new__(o))
+        assert not hasattr(Learner, name), f'{o.__name__} is learn.{name}, which is a method'
 
 def test_no_side_effects():
     "The import adds no progress bar to every learner"
