@@ -3,6 +3,7 @@
 Everything is float64, with plain `torch.nn` losses: fastai's flattened losses round to float32, which would put a floor of 1e-8 under any comparison.
 `TOL` is a relative error. Sums of the same numbers in another order differ by a few units in the last place (2e-16); the bound leaves three digits for
 optimizers that divide by small numbers."""
+from functools import partialmethod
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai_accum.core import *
@@ -36,6 +37,21 @@ class Micro(Callback):
 class EachMicro(Callback):
     "Has `after_batch` at each micro-batch"
     each_micro_batch = True
+
+events = """before_fit before_epoch before_train before_step after_step after_batch after_train before_validate after_validate
+after_epoch after_fit""".split()
+orders = -100,-11,-10,0,49,50,51,60,100   # around fastai's own: -10, 50, 60
+
+class Probe(Callback):
+    "Notes each event, and what the learner says of itself, in `learn.seen`"
+    def __init__(self, order): self.order = order
+    def _note(self, event):
+        now = vars(self.learn)
+        loss = now.get('loss')
+        now.setdefault('seen', []).append([event, self.order, now['training'], *map(now.get, ('epoch','iter','n_iter','train_iter','pct_train')),
+                                           None if loss is None else loss.item()])
+for e in events: setattr(Probe, e, partialmethod(Probe._note, e))
+def probes(): return [Probe(o) for o in orders]
 
 class Items:
     "`n` samples of a dataset; those in `skip` raise `SkipItemException`, so that the loader is shorter than its length"

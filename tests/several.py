@@ -140,6 +140,22 @@ class Validates(EachMicro):
         learn.training = True
         learn.model.train()
 
+class ValidatesEarly(Callback):
+    "Validates before the training loop, and puts the learner back"
+    def before_train(self):
+        dl = self.learn.dl
+        self.learn.validate()
+        self.learn.dl,self.learn.training = dl,True
+        self.model.train()
+
+def without_recorder(learn):
+    rec = learn.recorder
+    learn.remove_cb(Recorder)
+    learn.fit(2, .02)
+    learn.add_cb(rec)
+    for k in ('lrs','losses','values','iters'): setattr(rec, k, [])
+    learn.smooth_loss = learn.final_record = None
+
 class Never(Two):
     "A branch that is never used"
     def forward(self, x): return self.a(x)
@@ -177,6 +193,11 @@ cases = dict(
     even          = Case([4]*8),
     tail          = Case([4]*6),
     one_window    = Case([4]*2),
+    events        = Case([4]*6, cbs=probes),
+    events_long   = Case([[4]*5, [4]*4, [4]*4], cbs=probes),
+    events_weighed= Case([[1,7,2,5,3], [6,1,4,2,2], [3,3,1,1,5]], cbs=probes, loss_func=nn.CrossEntropyLoss(weight=W)),
+    early_valid   = Case([4]*6, cbs=ValidatesEarly),
+    no_recorder   = Case([[4]*5, [4]*4, [4]*4], fit=without_recorder),
     no_accum      = Case([4]*3, n_step=1),
     uneven        = Case([[1,7,2,5,3], [6,1,4,2,2], [3,3,1,1,5]]),
     weighted      = Case([4]*6, loss_func=nn.CrossEntropyLoss(weight=W)),

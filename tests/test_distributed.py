@@ -58,6 +58,14 @@ def test_same_as_one_process(world, name, results, monkeypatch, tmp_path):
         for k in alone:
             if k!='seen' and k not in cases[name].but: assert rel(several[k], alone[k])[0]<=AMPLIFIED.get(name, TOL), (r, *rel(several[k], alone[k], k))
 
+@pytest.mark.parametrize('name', ['events','events_long','events_weighed'])
+def test_every_event(name, results):
+    "Callbacks of any order see what they see in one process that trains on the large batches, the loss included"
+    alone = cases[name].alone(2).seen
+    for several in load(results(2), name, 2):
+        assert [o[:-1] for o in several['seen']]==[o[:-1] for o in alone]
+        assert rel(several['seen'], alone)[0]<=TOL and len(alone)>100
+
 def test_messages_of_a_window(results):
     "Two windows of four: one reduction of the gradients each, of the bytes of one batch, and one small message"
     n_bytes = sum(p.numel()*8 for p in small_model().parameters())

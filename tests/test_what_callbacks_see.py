@@ -1,22 +1,9 @@
 "What a callback sees between two batches is what it sees with the large batch; nothing in the callbacks here knows of accumulation"
 import pytest
 from dataclasses import dataclass
-from functools import partialmethod
 from harness import *
 from fastai_accum.microbatch import *
 from fastai_accum.patch import *
-
-events = '''before_fit before_epoch before_train before_step after_step after_batch after_train before_validate after_validate after_epoch after_fit'''.split()
-orders = -100,-11,-10,0,49,50,51,60,100
-
-class Probe(Callback):
-    "Notes each event with what the learner says of itself"
-    def __init__(self, order, log): self.order,self.log = order,log
-    def _note(self, event):
-        get = lambda k: getattr(self.learn, k, None) if k in vars(self.learn) else None
-        loss = get('loss')
-        self.log.append([event, self.order, get('training'), *map(get, ('epoch','iter','n_iter','train_iter','pct_train')), None if loss is None else loss.item()])
-for e in events: setattr(Probe, e, partialmethod(Probe._note, e))
 
 @dataclass
 class Case:
@@ -51,22 +38,19 @@ def pair(c, cbs=lambda: [], fit=lambda l: l.fit_one_cycle(2), path=None, **kwarg
 @pytest.mark.parametrize('case', cases)
 def test_every_event(case, fit, tmp_path):
     "Events, counters, the schedule and the loss, at orders around fastai's own"
-    logs = []
-    def probes(): logs.append([]); return [Probe(o, logs[-1]) for o in orders]
     a,b = pair(cases[case], probes, fits[fit], tmp_path)
-    la,lb = logs
+    la,lb = a.seen,b.seen
     assert [o[:-2] for o in la]==[o[:-2] for o in lb]
     assert rel([o[-2:] for o in la], [o[-2:] for o in lb])[0]<=TOL
     assert {o[0] for o in lb}>=set(events)-({'after_epoch'} if fit=='lr_find' else set())
     if fit!='lr_find': assert_same(a, b)
 
 def test_by_the_patch():
-    logs = []
     def train(bs, n):
-        logs.append([])
-        with accumulation(n): make_learner(make_dls(76, bs, shuffle=False), cbs=[Probe(o, logs[-1]) for o in orders]).fit_one_cycle(2)
-    train(8, 4); train(32, 1)
-    assert rel(*logs)[0]<=TOL
+        learn = make_learner(make_dls(76, bs, shuffle=False), cbs=probes())
+        with accumulation(n): learn.fit_one_cycle(2)
+        return learn.seen
+    assert rel(train(8, 4), train(32, 1))[0]<=TOL
 
 class Average(Callback):
     "An exponential average of the weights, updated in `after_batch`"
