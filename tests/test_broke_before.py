@@ -383,6 +383,16 @@ def test_errors_of_micro_batch(loss, match):
     with pytest.raises(ValueError, match=r'MicroBatch: weight must return one number, got one of shape \(8,\); sum it') as e:
         learner(make_dls(64, 32), MicroBatch(8, weight=lambda p, y: torch.ones(len(y)))).fit(1)
 
+@pytest.mark.skipif(compile is None, reason='torch.compile came with PyTorch 2.0')
+@pytest.mark.parametrize('mode,warns', [('reduce-overhead',True),('max-autotune',True),('default',False),('max-autotune-no-cudagraphs',False)])
+def test_cuda_graphs(mode, warns, monkeypatch):
+    "Which overwrite gradients between micro-batches are warned of; told here without a GPU"
+    if not hasattr(torch.compile(nn.Linear(1,1)), 'get_compiler_config'): pytest.skip('this PyTorch does not tell how a model was compiled')
+    monkeypatch.setattr('fastai_accum.core._is_remote', lambda t: True)
+    learn = learner(make_dls(64, 8), AccumulateStep(4), model=torch.compile(small_model(), mode=mode))
+    with warnings.catch_warnings(record=True) as rec: warnings.simplefilter('always'); learn('before_fit')
+    assert any('CUDA graphs' in str(o.message) for o in rec)==warns
+
 def test_repr():
     assert repr(AccumulateStep(4))=='AccumulateStep(n_step=4)' and repr(AccumulateStep(n_samples=64, drop_last=True))=='AccumulateStep(n_samples=64, drop_last=True)'
     assert repr(MicroBatch(8))=='MicroBatch(bs=8)' and repr(MicroBatch(8, coupled=True))=='MicroBatch(bs=8, coupled=True)'

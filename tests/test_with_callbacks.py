@@ -34,6 +34,20 @@ def test_lr_find(works, tmp_path):
 @pytest.mark.parametrize('norm_type', [1., 2., math.inf])
 def test_gradient_clip(norm_type, works): works(*pair(partial(GradientClip, .01, norm_type), matters=True))
 
+class WeightAverage(Callback):
+    "An exponential average of the weights, in `after_batch`"
+    run_valid = False
+    def before_fit(self): self.avg = deepcopy(self.model.state_dict())
+    def after_batch(self):
+        for k,v in self.model.state_dict().items(): self.avg[k].lerp_(v, .2)
+
+@row('Callbacks', 'an average of the weights', note='an exponential one, in `after_batch` at the default order')
+@pytest.mark.parametrize('drop_last', [False, True])
+def test_weight_average(drop_last, works):
+    a,b = pair(WeightAverage, drop_last=drop_last)
+    works(a, b)
+    works.same(a.weight_average.avg, b.weight_average.avg, 'average')
+
 @row('Callbacks', 'GradientAccumulation', note='of fastai: take one of the two')
 def test_gradient_accumulation(works):
     with works.refused(ValueError, match='AccumulateStep: cbs holds fastai'): pair(partial(GradientAccumulation, 32))
