@@ -14,7 +14,7 @@ from functools import singledispatch,wraps
 from types import FunctionType,MethodType
 from fastai.basics import *
 
-# %% ../nbs/loss.ipynb #dff44579
+# %% ../nbs/loss.ipynb #c799d1cb
 def _sizes(o):
     "The lengths of the tensors and arrays in `o`"
     if isinstance(o, (Tensor,np.ndarray)): return {o.shape[0]} if o.ndim else set()
@@ -67,7 +67,7 @@ def _uncompiled(f):
     if hasattr(f, '_torchdynamo_orig_callable'): return inspect.unwrap(f._torchdynamo_orig_callable)
     if isinstance(f, torch.jit.ScriptFunction): return getattr(F, f.name, f)
     cls = getattr(nn, getattr(f, 'original_name', ''), None) if isinstance(f, torch.jit.ScriptModule) else None
-    if cls not in loss_weight.registry: return f
+    if cls not in _modules.values(): return f
     res = cls.__new__(cls)
     nn.Module.__init__(res)
     for k in 'weight','ignore_index','reduction','label_smoothing','full': vars(res)[k] = getattr(f, k, None)
@@ -91,12 +91,12 @@ def loss_reduction(
     red = getattr(base, 'reduction', None) or _default_reduction(base) or 'mean'
     return 'mean' if red in ('none','sum') and _reduces_itself(base) else red
 
-def _known(f): return first(type(f).__mro__, lambda o: o in loss_weight.registry and o is not object)
+_losses = *_modules.values(),FocalLoss,LabelSmoothingCrossEntropy,DiceLoss
 
 def _reduces_itself(f):
     "Whether `f` is of a subclass of a known loss with a `forward` of its own, of which `reduction` says nothing"
-    cls = _known(f)
-    return cls not in (None,BaseLoss) and isinstance(f, nn.Module) and type(f).forward is not cls.forward
+    cls = first(type(f).__mro__, _losses.__contains__)
+    return cls is not None and isinstance(f, nn.Module) and type(f).forward is not cls.forward
 
 # %% ../nbs/loss.ipynb #71c8cb8d
 def sums_by_nature(
@@ -129,7 +129,7 @@ def _flat_weight(loss_func:BaseLoss, pred, targ, *yb):
     if loss_func.flatten: pred,targ = pred if loss_func.is_2d else pred.reshape(-1), targ.reshape(-1)
     return loss_weight(loss_func.func, pred, targ, *yb)
 
-# %% ../nbs/loss.ipynb #792fa878
+# %% ../nbs/loss.ipynb #f1d6ecb4
 def _rule(*classes):
     "Register a rule for `classes`"
     def _register(f):
