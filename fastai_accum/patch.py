@@ -17,7 +17,7 @@ from .core import AccumulateStep,is_a
 # %% ../nbs/patch.ipynb #bdf660df
 def _has_own(cbs): return any(is_a(o, 'AccumulateStep') for o in cbs)   # by name: a notebook may have reloaded the module
 
-# %% ../nbs/patch.ipynb #a56f9991
+# %% ../nbs/patch.ipynb #b2a41e58
 class LentStep(AccumulateStep):
     "An `AccumulateStep` of one fit. When that is over its `counts` can be read; copies of the learner, and files, are without it"
     def __reduce_ex__(self, protocol): return super().__reduce_ex__(protocol) if self.learn else (type(None),())

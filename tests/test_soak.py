@@ -7,9 +7,9 @@ def rss():
     gc.collect()
     return int(Path('/proc/self/statm').read_text().split()[1])*os.sysconf('SC_PAGE_SIZE')/2**20
 
-class Watch(Callback):
+class Watch(EachMicro):
     "Memory, and the time of a micro-batch, each thousand micro-batches"
-    order = Recorder.order-1   # the last that is called at each micro-batch
+    order = Recorder.order-1
     def before_fit(self): self.n,self.mem,self.secs,self.block = 0,[],[],[]
     def before_batch(self): self.start = time.perf_counter()
     def after_batch(self):
