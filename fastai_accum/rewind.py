@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from fastai.basics import *
 from .slices import tree_map
 
-# %% ../nbs/rewind.ipynb #9f4039d8
+# %% ../nbs/rewind.ipynb #6f2dcaae
 class Gradients:
     "The gradients that a window of `learn` finds, adds to and leaves"
     def __init__(self, learn):
@@ -67,11 +67,9 @@ class Gradients:
 
     def forget(self):
         "At the end of a fit: clear what a cancelled step has left"
-        if not self.left: return
-        for p,_ in self.params:
-            if p.grad is not None: p.grad.zero_()
+        if self.left: self.learn.opt.zero_grad()
 
-# %% ../nbs/rewind.ipynb #3f50335f
+# %% ../nbs/rewind.ipynb #1a6b9cbc
 class Hypers:
     "The hyper-parameters of `opt` as they are now"
     def __init__(self, opt): self.opt,self.was = opt,[dict(h) for h in opt.hypers]
@@ -148,7 +146,7 @@ class Buffers:
         finally:
             for m,bs in now: m._buffers.update(bs)
 
-# %% ../nbs/rewind.ipynb #76bf7cd4
+# %% ../nbs/rewind.ipynb #bcd3b986
 class Hidden:
     "The hidden states of fastai's recurrent networks in `model`, of which each slice has some rows"
     def __init__(self, model): self.ms = [m for m in model.modules() if hasattr(m, 'hidden') and hasattr(m, '_change_hidden')]

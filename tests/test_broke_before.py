@@ -56,7 +56,7 @@ def test_counting_samples():
     assert count_samples(((torch.ones(5),torch.ones(5,2)),), (x,))==5 and count_samples((dict(a=torch.ones(5)),), (x,))==5
     assert count_samples((), (x,))==5 and count_samples((tensor(1.),), (x,))==5
     assert count_samples((torch.ones(7),), (torch.ones(3,7),))==7   # samples in the second dimension of the inputs
-    with pytest.raises(ValueError, match='cannot be counted.*weight='): count_samples((object(),), (object(),))
+    with pytest.raises(ValueError, match='cannot be counted.*let one of them be a tensor'): count_samples((object(),), (object(),))
 
 # What the sampler draws
 
@@ -392,6 +392,14 @@ def test_cuda_graphs(mode, warns, monkeypatch):
     learn = learner(make_dls(64, 8), AccumulateStep(4), model=torch.compile(small_model(), mode=mode))
     with warnings.catch_warnings(record=True) as rec: warnings.simplefilter('always'); learn('before_fit')
     assert any('CUDA graphs' in str(o.message) for o in rec)==warns
+
+def test_a_loop_of_its_own():
+    "`all_batches` of a subclass is not called, and that is said"
+    class Mine(Learner):
+        def all_batches(self): super().all_batches()
+    learn = learner(make_dls(64, 8), AccumulateStep(4))
+    learn.__class__ = Mine
+    with pytest.warns(UserWarning, match='an all_batches of its own'): learn.fit(1)
 
 def test_repr():
     assert repr(AccumulateStep(4))=='AccumulateStep(n_step=4)' and repr(AccumulateStep(n_samples=64, drop_last=True))=='AccumulateStep(n_samples=64, drop_last=True)'
