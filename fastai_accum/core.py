@@ -20,7 +20,7 @@ from .processes import Alone,InMemory,processes
 from .rewind import Gradients,Hypers
 from .windows import Part,batch_size,plan_epoch
 
-# %% ../nbs/core.ipynb #66ff65e3
+# %% ../nbs/core.ipynb #c4a0a22e
 def _check_count(who, name, v):
     if isinstance(v, bool) or not isinstance(v, Integral) or v<1:
         raise ValueError(f"{who}: {name} must be an int of at least 1, got {v!r}")
@@ -41,7 +41,7 @@ def _refuse_unknown(cls, kwargs):
                 f"that is an argument of {meant}: `{meant}({k}={v!r})`. " if meant in ('AccumulateStep','MicroBatch') else '')
         raise TypeError(f"{cls.__name__}: there is no argument {k!r}; {hint}The arguments are {', '.join(args)}")
 
-# %% ../nbs/core.ipynb #aa610279
+# %% ../nbs/core.ipynb #a6bff1d8
 @dataclass
 class Counts:
     "What a fit has done so far; `n_samples == n_stepped + n_thrown`, however it ends"
@@ -53,7 +53,7 @@ class Counts:
     n_stepped:int = 0   # Samples that reached a step
     n_thrown:int = 0    # Samples that reached no step: in a tail, a cancelled micro-batch, a skipped step, a fit cut short; until it steps, the open window
 
-# %% ../nbs/core.ipynb #440d50a3
+# %% ../nbs/core.ipynb #39bb8574
 class WindowCallback(Callback):
     "Train in windows: what `AccumulateStep` and `MicroBatch` share"
     order,run_valid = -math.inf,False
@@ -117,7 +117,7 @@ def accumulate(self:Learner,
     cb = AccumulateStep(n_step, **kwargs)
     return self.remove_cbs(self.cbs.filter(lambda o: is_a(o, 'AccumulateStep'))).add_cb(cb)
 
-# %% ../nbs/core.ipynb #21688199
+# %% ../nbs/core.ipynb #e048af49
 @patch
 def _train(self:WindowCallback, all_batches):
     "What `all_batches` of the learner does, with windows for batches"
@@ -142,7 +142,7 @@ def _go_on(learn, i, batches):
     "Without windows: the callback was removed in the middle of the epoch"
     for i,b in enumerate(batches, i): learn.one_batch(i, b)
 
-# %% ../nbs/core.ipynb #236d0a8a
+# %% ../nbs/core.ipynb #63067cb1
 @patch
 def _train_window(self:WindowCallback, i, batches):
     "What `Learner.one_batch` does, for a window of the first `batches`; whether it was one, and no tail that is dropped"
@@ -161,7 +161,7 @@ def _train_window(self:WindowCallback, i, batches):
         raise
     finally: self.window = None
 
-# %% ../nbs/core.ipynb #d0fdcf87
+# %% ../nbs/core.ipynb #06a4def1
 @patch
 def _gather(self:WindowCallback, i, batches, hypers, ran=False):
     "Send micro-batches through the model until the window is full, or `batches` end"
@@ -188,10 +188,10 @@ def _gather(self:WindowCallback, i, batches, hypers, ran=False):
 
 def _whole(b): yield b,True
 
-# %% ../nbs/core.ipynb #41009689
+# %% ../nbs/core.ipynb #7f0aaa46
 class AtStep(BaseException): "A micro-batch has come to its step, which is that of its window"
 
-# %% ../nbs/core.ipynb #a2004e7d
+# %% ../nbs/core.ipynb #8995ca80
 @patch
 def _micro_batch(self:WindowCallback, f, ex):
     "What `_with_events` does for a micro-batch"
@@ -202,7 +202,7 @@ def _micro_batch(self:WindowCallback, f, ex):
     except AtStep: win.reached = True
     except ex: learn('after_cancel_batch')
 
-# %% ../nbs/core.ipynb #d1c01175
+# %% ../nbs/core.ipynb #496e0f5c
 @patch
 def _events(self:WindowCallback, f, event_type, ex, final=noop):
     "What `learn._with_events` does while it is lent"
@@ -220,7 +220,7 @@ def _events(self:WindowCallback, f, event_type, ex, final=noop):
         raise
     finally: self._in_micro,self._depth = was,self._depth-1
 
-# %% ../nbs/core.ipynb #ae64a976
+# %% ../nbs/core.ipynb #82321409
 @patch
 def _lend(self:WindowCallback):
     if self._lent is None: self._lent = Lent(self.learn, '_with_events', self._events)
@@ -234,7 +234,7 @@ def _end(self:WindowCallback):
         if o is not None: o.give_back()
     self.window = self._fit = self._lent = self._kept = None
 
-# %% ../nbs/core.ipynb #07c0715d
+# %% ../nbs/core.ipynb #823a5488
 @dataclass
 class Micro:
     "A micro-batch"
@@ -277,7 +277,7 @@ class Fit:
     nominal:Real=None   # The weight of a full window, about: what losses are divided by on their way in
     carried:tuple=(0,0) # Samples and weight of a window whose step was cancelled
 
-# %% ../nbs/core.ipynb #599bfc32
+# %% ../nbs/core.ipynb #5b950c6b
 @patch(as_prop=True)
 def is_boundary(self:WindowCallback)->bool:
     "Whether the optimizer steps at the end of the micro-batch in flight; never in validation"
@@ -288,7 +288,7 @@ def after_pred(self:WindowCallback):
     "Note that the model has run"
     if self.window is not None: self.window.ran = True
 
-# %% ../nbs/core.ipynb #afd9a251
+# %% ../nbs/core.ipynb #d097c933
 @patch
 def _step(self:WindowCallback, win):
     "Finish the gradients and step, through fastai's own events"
@@ -319,7 +319,7 @@ def _throw(self:WindowCallback, win):
     if win is not None and win.stepped: self.learn.opt.zero_grad()
     else: self._fit.grads.throw()
 
-# %% ../nbs/core.ipynb #e7e0f706
+# %% ../nbs/core.ipynb #68866f4b
 @patch
 def _average(self:WindowCallback, win):
     "Make the sums of a window means, and `learn.loss` that of the window"
@@ -357,7 +357,7 @@ def _totals(self:WindowCallback, win):
     win.n_all,W,loss = group.sum(win.n_samples, win.weight, win.loss)
     return win.n_all,W,loss
 
-# %% ../nbs/core.ipynb #ebfa3564
+# %% ../nbs/core.ipynb #bb5b630b
 def _wants_each(cb): return getattr(type(cb), 'each_micro_batch', is_a(cb, 'CollectDataCallback') or is_a(cb, 'HookCallback'))
 
 @patch
@@ -377,21 +377,23 @@ def _count_metrics(self:WindowCallback, win):
 @patch
 def _gathers_metrics(self:WindowCallback): return getattr(first_of(self.learn, 'Recorder'), 'train_metrics', False)
 
-# %% ../nbs/core.ipynb #54070fc3
+# %% ../nbs/core.ipynb #8e23df4c
 @patch
 def _after_batch(self:WindowCallback, win):
     "`after_batch`, once a window; one of which everything was left out only moves the schedule on"
     learn,plan,rec,gathers = self.learn,self.plan,first_of(self.learn, 'Recorder'),self._gathers_metrics()
+    had_it = win.n_micro and win.micro.is_over   # the window has ended sooner than was known
+    def is_due(cb): return isinstance(cb, TrainEvalCallback) if win.is_empty else not (had_it and _wants_each(cb))
     plan.n_done += 1
     try:
         if gathers and learn.training: rec.train_metrics = False   # they have seen each micro-batch
         for cb in learn.cbs.sorted('order'):
-            if isinstance(cb, TrainEvalCallback) if win.is_empty else not (win.n_micro and win.micro.is_over and _wants_each(cb)): cb('after_batch')
+            if is_due(cb): cb('after_batch')
     finally:
         if gathers: rec.train_metrics = True
     if plan.n_windows is None: learn.pct_train = (learn.epoch+(plan.seen if plan.share is None else plan.share))/learn.n_epoch
 
-# %% ../nbs/core.ipynb #829350fa
+# %% ../nbs/core.ipynb #2ece4697
 def _progress_bars(learn): return [cb.pbar for cb in learn.cbs.filter(is_a, name='ProgressCallback') if vars(cb).get('pbar') is not None]
 
 @patch
@@ -427,7 +429,7 @@ def _read_loss(self:WindowCallback):
     base = base_loss(f)   # cross-entropy of no targets is NaN, but its gradients are zero; those of other losses are NaN too
     self._can_be_nan = self.weight is not None or not isinstance(base, (nn.CrossEntropyLoss,nn.NLLLoss)) or base.weight is not None
 
-# %% ../nbs/core.ipynb #37f39856
+# %% ../nbs/core.ipynb #1626185c
 @patch
 def _weigh(self:WindowCallback):
     "The weight of the micro-batch in flight. A tensor on an accelerator stays there, unless the gradient is NaN where the weight is 0"
@@ -455,7 +457,7 @@ def _expected(self:WindowCallback, w):
     n = self.window.micro.n or 1   # for a weight of 0 any constant is exact
     return (torch.where(w>0, w, n) if isinstance(w, Tensor) else w or n) * self.plan.size * ((self.window.n_of_batch or n)/n)
 
-# %% ../nbs/core.ipynb #6ec563ad
+# %% ../nbs/core.ipynb #cc1506c0
 @patch
 def _backward(self:WindowCallback, f, ex):
     "The backward pass of the micro-batch in flight, between its events"
@@ -507,7 +509,7 @@ def _count(win, w, total):
     m.counted = True
     win.weight,win.loss,win.n_samples = win.weight+w,win.loss+total,win.n_samples+m.n
 
-# %% ../nbs/core.ipynb #a35fccc0
+# %% ../nbs/core.ipynb #9d38a373
 @patch
 def _planned(self:WindowCallback):
     "The batches of the loader. The first is drawn before the windows are planned: by then the sampler has chosen"
@@ -535,7 +537,7 @@ def _n_of(self:WindowCallback, b):
     i = getattr(self.learn.dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
     return count_samples(b[i:], b[:i])
 
-# %% ../nbs/core.ipynb #28f47411
+# %% ../nbs/core.ipynb #0c10e2af
 @patch(as_prop=True)
 def _adds_up(self:WindowCallback):
     "Whether processes add up their samples"
@@ -560,7 +562,7 @@ def _is_owed(self:WindowCallback, win):
     if not group.waits: return not plan.drop_last
     return group.go_along(plan, win, self.n_samples) if plan.n_windows is None else plan.n_done<plan.n_windows
 
-# %% ../nbs/core.ipynb #11f30e23
+# %% ../nbs/core.ipynb #48c70909
 @patch
 def _drop_tail(self:WindowCallback, win):
     "Throw the tail away, with what schedulers have set for it"
@@ -639,11 +641,11 @@ def after_fit(self:WindowCallback):
     if self._kept is not None and not is_validation: self._kept.restore()
     if not (is_validation and self._depth): self._end()
 
-# %% ../nbs/core.ipynb #86ac9dfe
+# %% ../nbs/core.ipynb #72010eb8
 def is_a(cb, name): return any(o.__name__==name for o in type(cb).__mro__)
 def first_of(learn, name): return first(learn.cbs, partial(is_a, name=name))
 
-# %% ../nbs/core.ipynb #42eac863
+# %% ../nbs/core.ipynb #bcfce4ca
 @patch(as_prop=True)
 def _in_charge(self:WindowCallback): return (first_of(self.learn, 'AccumulateStep') or self) is self
 

@@ -73,7 +73,7 @@ def _check(self:MicroBatch):
         raise ValueError("MicroBatch: the model has a reset(), so it goes on from a state of its own, of which each slice would need its rows; "
                          "that is known of fastai's AWD-LSTM only. Give its loader a smaller batch size, and AccumulateStep")
 
-# %% ../nbs/microbatch.ipynb #924149b3
+# %% ../nbs/microbatch.ipynb #2c72f7c2
 @patch
 def parts(self:MicroBatch, b):
     "The slices of batch `b`, each with whether it is the last"
@@ -147,7 +147,7 @@ def _check_split(self:MicroBatch, b, parts, bs):
             raise ValueError(f"MicroBatch: split must keep the order of the samples, but the slices of batch[{k}], one after the other, are not batch[{k}]")
     self._checked = True
 
-# %% ../nbs/microbatch.ipynb #1a393407
+# %% ../nbs/microbatch.ipynb #fbb93476
 @patch
 def gather(self:MicroBatch, acc, i, batches, hypers):
     "What `acc._gather` does. Its batches come in slices, which are halved when memory runs out"
@@ -170,7 +170,7 @@ def before_train(self:MicroBatch):
         raise ValueError("MicroBatch: a model in fully_shard synchronises in its backward passes, of which coupled=True and bs='auto' make others; "
             "give bs, without coupled")
 
-# %% ../nbs/microbatch.ipynb #33a34ca2
+# %% ../nbs/microbatch.ipynb #43d49654
 @patch
 def validate(self:MicroBatch, all_batches):
     "What `all_batches` does, with a model that runs slice by slice"
@@ -255,7 +255,7 @@ def agree(self:MicroBatch, group):
     while rows := group.max(0)[0]:
         if self._shapes is not None: self._failed.append((True, self._shapes, int(rows)))
 
-# %% ../nbs/microbatch.ipynb #e1dbebc2
+# %% ../nbs/microbatch.ipynb #df6947b1
 @patch
 def _tell(self:MicroBatch, b):
     "Say what has been found"

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from fastai.basics import *
 from .slices import tree_map
 
-# %% ../nbs/rewind.ipynb #6f2dcaae
+# %% ../nbs/rewind.ipynb #98d57a0e
 class Gradients:
     "The gradients that a window of `learn` finds, adds to and leaves"
     def __init__(self, learn):
@@ -69,7 +69,7 @@ class Gradients:
         "At the end of a fit: clear what a cancelled step has left"
         if self.left: self.learn.opt.zero_grad()
 
-# %% ../nbs/rewind.ipynb #1a6b9cbc
+# %% ../nbs/rewind.ipynb #d90e1062
 class Hypers:
     "The hyper-parameters of `opt` as they are now"
     def __init__(self, opt): self.opt,self.was = opt,[dict(h) for h in opt.hypers]
@@ -146,7 +146,7 @@ class Buffers:
         finally:
             for m,bs in now: m._buffers.update(bs)
 
-# %% ../nbs/rewind.ipynb #bcd3b986
+# %% ../nbs/rewind.ipynb #0568cc8d
 class Hidden:
     "The hidden states of fastai's recurrent networks in `model`, of which each slice has some rows"
     def __init__(self, model): self.ms = [m for m in model.modules() if hasattr(m, 'hidden') and hasattr(m, '_change_hidden')]

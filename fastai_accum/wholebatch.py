@@ -7,7 +7,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/wholebatch.html.md"""
 # %% auto #0
 __all__ = ['whole_batch', 'WholeForward']
 
-# %% ../nbs/wholebatch.ipynb #d4875570
+# %% ../nbs/wholebatch.ipynb #60eff785
 from contextlib import contextmanager,nullcontext
 from fastai.basics import *
 from torch.nn.parallel import DistributedDataParallel

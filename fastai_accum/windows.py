@@ -7,22 +7,22 @@ Docs: https://fastai-accum.github.io/fastai_accum/windows.html.md"""
 # %% auto #0
 __all__ = ['drops_last', 'batch_size', 'n_samples', 'length', 'Part', 'Plan', 'plan_epoch']
 
-# %% ../nbs/windows.ipynb #b28a40c4
+# %% ../nbs/windows.ipynb #0df3e34f
 from dataclasses import dataclass
 from fastai.basics import *
 
-# %% ../nbs/windows.ipynb #247e4ef2
+# %% ../nbs/windows.ipynb #7f92ee9c
 def drops_last(dl):
     "Whether `dl` drops a last batch that is not full"
     return bool(getattr(dl, 'drop_last', False) or getattr(getattr(dl, 'batch_sampler', None), 'drop_last', False))
 
-# %% ../nbs/windows.ipynb #fd9409dc
+# %% ../nbs/windows.ipynb #1e4e732b
 def batch_size(dl):
     "The batch size of `dl`, or `None` if it has none"
     bs = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None)
     return bs if isinstance(bs, int) else None
 
-# %% ../nbs/windows.ipynb #84aac9c8
+# %% ../nbs/windows.ipynb #7995112f
 def n_samples(dl):
     "How many samples `dl` goes through in an epoch, or `None` where it does not say"
     idxs,batches = getattr(dl, '_DataLoader__idxs', None),getattr(dl, 'batch_sampler', None)
@@ -35,7 +35,7 @@ def n_samples(dl):
 
 def _n_items(dl): return getattr(dl, 'partial_n', None) or getattr(dl, 'n', None) or len(dl.dataset)
 
-# %% ../nbs/windows.ipynb #0488e376
+# %% ../nbs/windows.ipynb #f08d827a
 def length(dl):
     "How many batches `dl` yields at most"
     if not (hasattr(dl, 'world_size') and dl.drop_last): return len(dl)
@@ -49,7 +49,7 @@ class Part:
         self.bs,self.drop_last = batch_size(dl),drops_last(dl)
     def __len__(self): return -(-len(self.dl)//self.world_size)
 
-# %% ../nbs/windows.ipynb #ef998ae2
+# %% ../nbs/windows.ipynb #6db32285
 @dataclass
 class Plan:
     "What is known of the windows of an epoch, and how far it has come"
@@ -84,7 +84,7 @@ class Plan:
         "How much of the epoch this process has drawn, of 1"
         return self.n_drawn/self.n_samples if self.n_samples else self.batches_drawn/self.n_batches
 
-# %% ../nbs/windows.ipynb #688b7cd9
+# %% ../nbs/windows.ipynb #08861e10
 @patch
 def draw(self:Plan,
     n # Samples in the batch
@@ -94,7 +94,7 @@ def draw(self:Plan,
     if not self.n_step and self.is_odd: self.n_windows = None
     self.is_odd = n!=self.bs
 
-# %% ../nbs/windows.ipynb #04278475
+# %% ../nbs/windows.ipynb #266aa9c4
 def plan_epoch(
     dl, # Training `DataLoader`, fastai's or PyTorch's
     n_step:int=1, # Batches in a window
