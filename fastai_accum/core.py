@@ -14,34 +14,13 @@ from dataclasses import dataclass
 from itertools import chain
 from numbers import Integral,Real
 from fastai.basics import *
-from .lend import Lent
+from .replace import Replaced
 from .loss import base_loss,count_samples,loss_reduction,loss_weight,sums_by_nature
 from .processes import Alone,InMemory,processes
-from .rewind import Gradients,Hypers
+from .gradients import Gradients,Hypers
 from .windows import Part,batch_size,plan_epoch
 
-# %% ../nbs/core.ipynb #c4a0a22e
-def _check_count(who, name, v):
-    if isinstance(v, bool) or not isinstance(v, Integral) or v<1:
-        raise ValueError(f"{who}: {name} must be an int of at least 1, got {v!r}")
-    return int(v)
-
-def _check_weight(who, weight):
-    if weight is not None and not callable(weight):
-        raise ValueError(f"{who}: weight must be a function (pred, *yb) -> float, got {weight!r}")
-
-_meant = dict(n_acc='n_samples', n_steps='n_step', n_micro='n_step', acc_steps='n_step', micro_batch_size='bs', n_step='AccumulateStep', n_samples='AccumulateStep', bs='MicroBatch')
-
-def _refuse_unknown(cls, kwargs):
-    "Name the argument, or the callback, that was meant"
-    args = [o for o in inspect.signature(cls.__init__).parameters if o not in ('self','kwargs')]
-    for k,v in kwargs.items():
-        meant = _meant.get(k)
-        hint = (f"did you mean {meant}={v!r}? " if meant in args else
-                f"that is an argument of {meant}: `{meant}({k}={v!r})`. " if meant in ('AccumulateStep','MicroBatch') else '')
-        raise TypeError(f"{cls.__name__}: there is no argument {k!r}; {hint}The arguments are {', '.join(args)}")
-
-# %% ../nbs/core.ipynb #a6bff1d8
+# %% ../nbs/core.ipynb #7de1a169
 @dataclass
 class Counts:
     "What a fit has done so far; `n_samples == n_stepped + n_thrown`, however it ends"
@@ -53,35 +32,23 @@ class Counts:
     n_stepped:int = 0   # Samples that reached a step
     n_thrown:int = 0    # Samples that reached no step: in a tail, a cancelled micro-batch, a skipped step, a fit cut short; until it steps, the open window
 
-# %% ../nbs/core.ipynb #39bb8574
+# %% ../nbs/core.ipynb #146e1ff7
 class WindowCallback(Callback):
     "Train in windows: what `AccumulateStep` and `MicroBatch` share"
     order,run_valid = -math.inf,False
-    n_step,n_samples,average,drop_last,weight = 1,None,None,None,None
-    counts,plan,window = Counts(),None,None                      # of the last fit; of the last epoch; of the window that is open
-    group,_fit,_lent,_kept,_depth,_in_micro = Alone(),None,None,None,0,False   # of the training loop; of the fit; what is lent, and how deep its calls are nested
-    _stateattrs = 'window','group','_fit','_lent','_kept','_depth','_in_micro'   # a copy has none of these
+    n_step,n_samples,average,drop_last,weight = 1,None,None,None,None   # the settings; a window of `MicroBatch` is one batch
+    counts    = Counts()  # of this fit, or of the last one
+    plan      = None      # of this epoch, or of the last one
+    window    = None      # the one that is open, in `_train_window` only
+    group     = Alone()   # the processes, in `_train` only
+    _fit      = None      # what its windows share, from the first `_train` of a fit to `_end`
+    _replaced = None      # our `_with_events`, from `_replace` to `_end`
+    _kept     = None      # the model before `lr_find`, where there are several processes; until `_end`
+    _depth    = 0         # how many calls of our `_with_events` are running
+    _in_micro = False     # whether one of them is a micro-batch's
+    _is_mean,_averages,_can_be_nan = True,True,False   # what `_read_loss` has found, before each epoch
+    _stateattrs = 'window','group','_fit','_replaced','_kept','_depth','_in_micro'   # a copy has none of these
     __setattr__ = object.__setattr__   # fastai's looks for each name in the model too, to warn of shadowing
-
-    @property
-    def learn(self): return self.__dict__.get('_learn')
-    @learn.setter
-    def learn(self, v):
-        old = self.learn
-        if v is not None and old is not None and v is not old:
-            raise ValueError(f"{self.who}: this instance is in another Learner already; make a new one for each")
-        if v is None and old is not None:
-            self._end()
-            if sum(o is self for o in old.cbs)>1: return   # registered twice, and only removed once
-            if vars(old).get('accumulate_step') is self: del old.accumulate_step
-        self.__dict__['_learn'] = v
-        if v is not None: self._lend()   # a fit may be running
-
-    def __call__(self, event_name):
-        if hasattr(type(self), event_name): return super().__call__(event_name)   # fastai would look for other events in the model
-    def __repr__(self):
-        pars = [o for o in inspect.signature(type(self).__init__).parameters.values() if hasattr(self, o.name)]
-        return f"{type(self).__name__}({', '.join(f'{o.name}={getattr(self, o.name)!r}' for o in pars if getattr(self, o.name)!=o.default)})"
 
 # %% ../nbs/core.ipynb #10a8927d
 class AccumulateStep(WindowCallback):
@@ -117,10 +84,10 @@ def accumulate(self:Learner,
     cb = AccumulateStep(n_step, **kwargs)
     return self.remove_cbs(self.cbs.filter(lambda o: is_a(o, 'AccumulateStep'))).add_cb(cb)
 
-# %% ../nbs/core.ipynb #e048af49
+# %% ../nbs/core.ipynb #37ae623a
 @patch
 def _train(self:WindowCallback, all_batches):
-    "What `all_batches` of the learner does, with windows for batches"
+    "Takes the place of `learn.all_batches` in training: one window after another"
     learn = self.learn
     if learn is None: return all_batches()   # the callback was removed in `before_train`
     if self._fit is None: self._fit,self.counts = Fit(Gradients(learn)),Counts()
@@ -131,27 +98,27 @@ def _train(self:WindowCallback, all_batches):
             for b in batches:
                 if self.plan.is_over: self._move_bars(); continue   # the tail is dropped: drawn, and shown to nobody
                 i += self._train_window(i, chain([b], batches))
-                if self.learn is None: return _go_on(learn, i, batches)
+                if self.learn is None:   # the callback was removed: go on without windows
+                    for i,b in enumerate(batches, i): learn.one_batch(i, b)
+                    return
             while self.group.waits and self._train_window(i, iter(())): i += 1   # the other processes have more
         self._check_steps()
     finally:
         self.group.reset()
         self.group = Alone()
 
-def _go_on(learn, i, batches):
-    "Without windows: the callback was removed in the middle of the epoch"
-    for i,b in enumerate(batches, i): learn.one_batch(i, b)
-
-# %% ../nbs/core.ipynb #63067cb1
+# %% ../nbs/core.ipynb #6c685d49
 @patch
 def _train_window(self:WindowCallback, i, batches):
-    "What `Learner.one_batch` does, for a window of the first `batches`; whether it was one, and no tail that is dropped"
+    "Run one window, the `i`th; `False` if it was a tail that is dropped, or the callback was removed"
     hypers,cut,grads = Hypers(self.learn.opt),self._cutter,self._fit.grads
     try:
         grads.open()
         win = cut.gather(self, i, batches, hypers) if cut else self._gather(i, batches, hypers)
         if win is None: return False   # the callback was removed
-        if not (win.full or self._is_owed(win)): return self._drop_tail(win)
+        if not (win.full or self._is_owed(win)):   # the tail is dropped, with what schedulers have set for it
+            self._throw(win); hypers.restore()
+            return False
         self.learn.iter = i   # this process may have had no micro-batch
         self._step(win)
         self._after_batch(win)
@@ -161,12 +128,12 @@ def _train_window(self:WindowCallback, i, batches):
         raise
     finally: self.window = None
 
-# %% ../nbs/core.ipynb #06a4def1
+# %% ../nbs/core.ipynb #33798a64
 @patch
 def _gather(self:WindowCallback, i, batches, hypers, ran=False):
     "Send micro-batches through the model until the window is full, or `batches` end"
     learn,cut = self.learn,self._cutter
-    self.window = win = Window(hypers, ran)
+    self.window = win = Window(ran)
     for b in batches:
         win.n_batches += 1; win.n_of_batch = self._n_of(b)
         closes = self._closes(win)
@@ -188,10 +155,27 @@ def _gather(self:WindowCallback, i, batches, hypers, ran=False):
 
 def _whole(b): yield b,True
 
-# %% ../nbs/core.ipynb #7f0aaa46
-class AtStep(BaseException): "A micro-batch has come to its step, which is that of its window"
+# %% ../nbs/core.ipynb #288d49f6
+def is_a(cb, name): return any(o.__name__==name for o in type(cb).__mro__)
+def first_of(learn, name): return first(learn.cbs, partial(is_a, name=name))
 
-# %% ../nbs/core.ipynb #8995ca80
+# %% ../nbs/core.ipynb #560bcab2
+@patch(as_prop=True)
+def _in_charge(self:WindowCallback): return (first_of(self.learn, 'AccumulateStep') or self) is self
+
+@patch(as_prop=True)
+def _cutter(self:WindowCallback): return first_of(self.learn, 'MicroBatch')
+
+@patch(as_prop=True)
+def _late(self:WindowCallback):
+    "Whether processes synchronise after all backward passes of a window, and not in the last one"
+    cut = self._cutter
+    return cut is not None and (cut.coupled or cut.bs=='auto')
+
+# %% ../nbs/core.ipynb #e6489093
+class AtStep(BaseException): "Ends a micro-batch where the optimizer would step"
+
+# %% ../nbs/core.ipynb #73af8bf6
 @patch
 def _micro_batch(self:WindowCallback, f, ex):
     "What `_with_events` does for a micro-batch"
@@ -202,10 +186,10 @@ def _micro_batch(self:WindowCallback, f, ex):
     except AtStep: win.reached = True
     except ex: learn('after_cancel_batch')
 
-# %% ../nbs/core.ipynb #496e0f5c
+# %% ../nbs/core.ipynb #6790dda5
 @patch
 def _events(self:WindowCallback, f, event_type, ex, final=noop):
-    "What `learn._with_events` does while it is lent"
+    "What `learn._with_events` does during a fit"
     if self._in_micro:
         if event_type=='batch':    return self._micro_batch(f, ex)
         if event_type=='backward': return self._backward(f, ex)
@@ -213,28 +197,44 @@ def _events(self:WindowCallback, f, event_type, ex, final=noop):
     if event_type=='train'    and self._in_charge: f = partial(self._train, f)
     if event_type=='validate' and self._in_charge and self._cutter: f = partial(self._cutter.validate, f)
     was,self._in_micro,self._depth = self._in_micro,False,self._depth+1
-    try: return self._lent.old(f, event_type, ex, final)
+    try: return self._replaced.old(f, event_type, ex, final)
     except (CancelFitException,CancelEpochException,CancelTrainException,CancelValidException): raise   # `after_fit` will come
     except BaseException:
         if self._depth==1: self._end()
         raise
     finally: self._in_micro,self._depth = was,self._depth-1
 
-# %% ../nbs/core.ipynb #82321409
+# %% ../nbs/core.ipynb #21b9c285
 @patch
-def _lend(self:WindowCallback):
-    if self._lent is None: self._lent = Lent(self.learn, '_with_events', self._events)
+def _replace(self:WindowCallback):
+    if self._replaced is None: self._replaced = Replaced(self.learn, '_with_events', self._events)
 
 @patch
 def _end(self:WindowCallback):
     "Leave nothing behind"
     if self.window is not None: self._throw(self.window)
     if self._fit is not None: self._fit.grads.forget()
-    for o in (self._lent,self._kept):
-        if o is not None: o.give_back()
-    self.window = self._fit = self._lent = self._kept = None
+    for o in (self._replaced,self._kept):
+        if o is not None: o.restore()
+    self.window = self._fit = self._replaced = self._kept = None
 
-# %% ../nbs/core.ipynb #823a5488
+# %% ../nbs/core.ipynb #82f14318
+def _get_learn(self): return vars(self).get('_learn')
+
+def _set_learn(self, v):
+    old = self.learn
+    if v is not None and old is not None and v is not old:
+        raise ValueError(f"{self.who}: this instance is in another Learner already; make a new one for each")
+    if v is None and old is not None:
+        self._end()
+        if sum(o is self for o in old.cbs)>1: return   # registered twice, and only removed once
+        if vars(old).get('accumulate_step') is self: del old.accumulate_step
+    vars(self)['_learn'] = v
+    if v is not None: self._replace()   # a fit may be running
+
+WindowCallback.learn = property(_get_learn, _set_learn)
+
+# %% ../nbs/core.ipynb #92e985fd
 @dataclass
 class Micro:
     "A micro-batch"
@@ -247,8 +247,7 @@ class Micro:
 @dataclass
 class Window:
     "The micro-batches between two optimizer steps"
-    hypers:Hypers       # What the optimizer was set to when it began
-    ran:bool=False      # Whether the model has run
+    ran:bool=False      # Whether the model has run, or the processes have prepared for it
     n_micro:int=0       # Micro-batches, the one in flight included
     n_samples:int=0     # Samples whose gradients are in
     weight:Real=0       # Sum of the weights of the micro-batches whose gradients are in: what the mean over the window divides by
@@ -277,7 +276,7 @@ class Fit:
     nominal:Real=None   # The weight of a full window, about: what losses are divided by on their way in
     carried:tuple=(0,0) # Samples and weight of a window whose step was cancelled
 
-# %% ../nbs/core.ipynb #5b950c6b
+# %% ../nbs/core.ipynb #36c854b6
 @patch(as_prop=True)
 def is_boundary(self:WindowCallback)->bool:
     "Whether the optimizer steps at the end of the micro-batch in flight; never in validation"
@@ -288,7 +287,7 @@ def after_pred(self:WindowCallback):
     "Note that the model has run"
     if self.window is not None: self.window.ran = True
 
-# %% ../nbs/core.ipynb #d097c933
+# %% ../nbs/core.ipynb #55458625
 @patch
 def _step(self:WindowCallback, win):
     "Finish the gradients and step, through fastai's own events"
@@ -308,10 +307,10 @@ def _step(self:WindowCallback, win):
 
 @patch
 def _step_once(self:WindowCallback, win):
-    n = self.counts
+    counts = self.counts
     self.learn._step()
     win.stepped = True
-    n.n_steps += 1; n.n_stepped += win.n_samples; n.n_thrown -= win.n_samples; n.weight = n.weight+win.weight
+    counts.n_steps += 1; counts.n_stepped += win.n_samples; counts.n_thrown -= win.n_samples; counts.weight = counts.weight+win.weight
 
 @patch
 def _throw(self:WindowCallback, win):
@@ -319,35 +318,35 @@ def _throw(self:WindowCallback, win):
     if win is not None and win.stepped: self.learn.opt.zero_grad()
     else: self._fit.grads.throw()
 
-# %% ../nbs/core.ipynb #68866f4b
+# %% ../nbs/core.ipynb #8390a985
 @patch
 def _average(self:WindowCallback, win):
     "Make the sums of a window means, and `learn.loss` that of the window"
     fit = self._fit
-    n,W,loss = self._totals(win)
-    if n: self._divide(win, W, loss)
+    W,loss = self._totals(win)
+    if win.n_all: self._divide(win, W, loss)
     fit.grads.join()
     (more,w),fit.carried = fit.carried,(0,0)
     win.n_samples += more; win.weight = win.weight+w
-    if self.group.n>1 and not n: raise CancelBatchException
+    if self.group.n>1 and not win.n_all: raise CancelBatchException
 
 @patch
 def _divide(self:WindowCallback, win, W, loss):
-    learn,n,grads = self.learn,self.group.n,self._fit.grads   # the gradients are means over `n` processes
+    learn,n_procs,grads = self.learn,self.group.n,self._fit.grads   # the gradients are means over the processes
     last,nominal = learn.loss if win.last is None else win.last,self._fit.nominal
     if not self._averages: W = 1
     if isinstance(W, Tensor): factor,loss = torch.where(W>0, nominal/W, 1),torch.where(W>0, loss/W, last)
     else:                     factor,loss = (nominal/W,loss/W) if W else (1,last)
     if not isinstance(W, Tensor) and W==0: grads.fill()
-    win.factor = factor*n if self._averages else n
+    win.factor = factor*n_procs if self._averages else n_procs
     grads.scale(win.factor)
     dtype = learn.loss.dtype
-    if n>1: dtype = torch.promote_types(next(learn.model.parameters()).dtype, torch.float32)   # one for all: this process may have had no loss yet
+    if n_procs>1: dtype = torch.promote_types(next(learn.model.parameters()).dtype, torch.float32)   # one for all: this process may have had no loss yet
     learn.loss = torch.as_tensor(loss, dtype=dtype, device=learn.loss.device)
 
 @patch
 def _totals(self:WindowCallback, win):
-    "Samples, weight and loss of the window, over all processes"
+    "The weight and the loss of the window, and its samples, over all processes"
     learn,group,cut = self.learn,self.group,self._cutter
     if group.n>1 and not win.averaged:
         if cut and cut.bs=='auto': cut.agree(group)
@@ -355,10 +354,11 @@ def _totals(self:WindowCallback, win):
         if scaler is not None: scaler.scale(torch.zeros_like(learn.loss))   # it wants to have been used before a step
         group.average(win.ran)
     win.n_all,W,loss = group.sum(win.n_samples, win.weight, win.loss)
-    return win.n_all,W,loss
+    return W,loss
 
-# %% ../nbs/core.ipynb #bb5b630b
-def _wants_each(cb): return getattr(type(cb), 'each_micro_batch', is_a(cb, 'CollectDataCallback') or is_a(cb, 'HookCallback'))
+# %% ../nbs/core.ipynb #88bbc3a9
+def _wants_each(cb):
+    return vars(cb).get('each_micro_batch', getattr(type(cb), 'each_micro_batch', is_a(cb, 'CollectDataCallback') or is_a(cb, 'HookCallback')))
 
 @patch
 def _after_micro_batch(self:WindowCallback, win):
@@ -377,10 +377,10 @@ def _count_metrics(self:WindowCallback, win):
 @patch
 def _gathers_metrics(self:WindowCallback): return getattr(first_of(self.learn, 'Recorder'), 'train_metrics', False)
 
-# %% ../nbs/core.ipynb #8e23df4c
+# %% ../nbs/core.ipynb #574bac90
 @patch
 def _after_batch(self:WindowCallback, win):
-    "`after_batch`, once a window; one of which everything was left out only moves the schedule on"
+    "`after_batch`, once a window; if every micro-batch was left out, only the schedule moves"
     learn,plan,rec,gathers = self.learn,self.plan,first_of(self.learn, 'Recorder'),self._gathers_metrics()
     had_it = win.n_micro and win.micro.is_over   # the window has ended sooner than was known
     def is_due(cb): return isinstance(cb, TrainEvalCallback) if win.is_empty else not (had_it and _wants_each(cb))
@@ -393,7 +393,7 @@ def _after_batch(self:WindowCallback, win):
         if gathers: rec.train_metrics = True
     if plan.n_windows is None: learn.pct_train = (learn.epoch+(plan.seen if plan.share is None else plan.share))/learn.n_epoch
 
-# %% ../nbs/core.ipynb #2ece4697
+# %% ../nbs/core.ipynb #dd58f52b
 def _progress_bars(learn): return [cb.pbar for cb in learn.cbs.filter(is_a, name='ProgressCallback') if vars(cb).get('pbar') is not None]
 
 @patch
@@ -405,11 +405,11 @@ def _bars(self:WindowCallback):
         def move(_):
             nonlocal seen
             if seen!=self.plan.batches_drawn: seen = self.plan.batches_drawn; update(seen)
-        return Lent(bar, 'update', move)
+        return Replaced(bar, 'update', move)
     lent = [count(o, o.update) for o in _progress_bars(self.learn)]
     try: yield
     finally:
-        for o in lent: o.give_back()
+        for o in lent: o.restore()
 
 @patch
 def _move_bars(self:WindowCallback):
@@ -429,10 +429,10 @@ def _read_loss(self:WindowCallback):
     base = base_loss(f)   # cross-entropy of no targets is NaN, but its gradients are zero; those of other losses are NaN too
     self._can_be_nan = self.weight is not None or not isinstance(base, (nn.CrossEntropyLoss,nn.NLLLoss)) or base.weight is not None
 
-# %% ../nbs/core.ipynb #1626185c
+# %% ../nbs/core.ipynb #47d3c20e
 @patch
 def _weigh(self:WindowCallback):
-    "The weight of the micro-batch in flight. A tensor on an accelerator stays there, unless the gradient is NaN where the weight is 0"
+    "The weight of the micro-batch in flight. It stays on a GPU, to avoid waiting for it, unless a weight of 0 has to be noticed: its gradient can be NaN"
     src = 'loss_weight' if self.weight is None else 'weight'
     with torch.no_grad(): w = (self.weight or partial(loss_weight, self.learn.loss_func))(self.learn.pred, *self.learn.yb)
     if isinstance(w, (Tensor,np.ndarray)):
@@ -457,7 +457,7 @@ def _expected(self:WindowCallback, w):
     n = self.window.micro.n or 1   # for a weight of 0 any constant is exact
     return (torch.where(w>0, w, n) if isinstance(w, Tensor) else w or n) * self.plan.size * ((self.window.n_of_batch or n)/n)
 
-# %% ../nbs/core.ipynb #cc1506c0
+# %% ../nbs/core.ipynb #7858ac88
 @patch
 def _backward(self:WindowCallback, f, ex):
     "The backward pass of the micro-batch in flight, between its events"
@@ -467,7 +467,7 @@ def _backward(self:WindowCallback, f, ex):
         raise ValueError(f"{self.who}: the loss must be one number, got shape {tuple(learn.loss_grad.shape)}; reduce it by a mean")
     w,share,total = self._share()
     if not isinstance(share, Tensor) and share==0 and self._can_be_nan:
-        if self.group.n>1 or not win.boundary or win.weight: _count(win, w, total); raise AtStep
+        if self.group.n>1 or not win.boundary or win.weight: _gradient_is_in(win, w, total); raise AtStep
         share = 1
     hook = _hook(learn.loss_grad, win, w, total, share)   # a callback may go backward by itself
     def backward():
@@ -476,7 +476,7 @@ def _backward(self:WindowCallback, f, ex):
         sums = first(learn.cbs, lambda o: hasattr(type(o), 'summing'))   # it multiplies what it sums
         hook = _hook(learn.loss_grad, win, w, total, 1 if sums else share)
         with sums.summing(share) if sums else nullcontext(): f()
-    try: self._lent.old(backward, 'backward', ex)
+    try: self._replaced.old(backward, 'backward', ex)
     finally:
         if hook: hook.remove()
         win.averaged = win.boundary and m.counted and not self._late   # over the processes
@@ -498,18 +498,18 @@ def _share(self:WindowCallback):
 def _hook(loss, win, w, total, by):
     "Multiply the gradient of `loss` by `by`, and count the micro-batch"
     def arrive(g):
-        _count(win, w, total)
+        _gradient_is_in(win, w, total)
         if isinstance(by, Tensor) or by!=1: return (g*by).to(g.dtype)
     return loss.register_hook(arrive) if getattr(loss, 'requires_grad', False) else None
 
-def _count(win, w, total):
+def _gradient_is_in(win, w, total):
     "Once, however often the loss is gone through"
     m = win.micro
     if m.counted: return
     m.counted = True
     win.weight,win.loss,win.n_samples = win.weight+w,win.loss+total,win.n_samples+m.n
 
-# %% ../nbs/core.ipynb #9d38a373
+# %% ../nbs/core.ipynb #dbd94b71
 @patch
 def _planned(self:WindowCallback):
     "The batches of the loader. The first is drawn before the windows are planned: by then the sampler has chosen"
@@ -537,7 +537,7 @@ def _n_of(self:WindowCallback, b):
     i = getattr(self.learn.dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
     return count_samples(b[i:], b[:i])
 
-# %% ../nbs/core.ipynb #0c10e2af
+# %% ../nbs/core.ipynb #0bc31dee
 @patch(as_prop=True)
 def _adds_up(self:WindowCallback):
     "Whether processes add up their samples"
@@ -562,13 +562,7 @@ def _is_owed(self:WindowCallback, win):
     if not group.waits: return not plan.drop_last
     return group.go_along(plan, win, self.n_samples) if plan.n_windows is None else plan.n_done<plan.n_windows
 
-# %% ../nbs/core.ipynb #48c70909
-@patch
-def _drop_tail(self:WindowCallback, win):
-    "Throw the tail away, with what schedulers have set for it"
-    self._throw(win); win.hypers.restore()
-    return False
-
+# %% ../nbs/core.ipynb #a8ffa081
 @patch
 def _check_steps(self:WindowCallback):
     plan = self.plan
@@ -602,7 +596,7 @@ def before_fit(self:WindowCallback):
     "Refuse what cannot work"
     learn = self.learn
     if self.window is not None: return   # a callback validates in the middle of an epoch
-    self._lend()
+    self._replace()
     if learn.lock.locked(): return
     self._fit = None
     self._check_cbs(); self._check()
@@ -624,39 +618,42 @@ def before_fit(self:WindowCallback):
 def _check(self:WindowCallback): "What a callback refuses besides"
 
 @patch
-def before_epoch(self:WindowCallback): self._lend()
+def before_epoch(self:WindowCallback): self._replace()   # a validation in another callback's `before_fit` has taken it away
 
 @patch
 def before_batch(self:WindowCallback):
     "Refuse to come when an epoch has begun"
     if self.window is None and self._in_charge and self.learn.training:
-        raise RuntimeError(f"{self.who}: it was added in the middle of an epoch, whose windows have been planned without it; add it before, "
-                           "in `before_epoch` at the latest")
+        raise RuntimeError(f"{self.who}: it was added in the middle of an epoch; add it in `before_epoch` or earlier")
 
 @patch
 def after_fit(self:WindowCallback):
-    "Give back what is lent"
+    "Leave nothing behind"
     if self.window is not None: return
     is_validation = self.learn.lock.locked()
-    if self._kept is not None and not is_validation: self._kept.restore()
+    if self._kept is not None and not is_validation: self._kept.load()
     if not (is_validation and self._depth): self._end()
 
-# %% ../nbs/core.ipynb #72010eb8
-def is_a(cb, name): return any(o.__name__==name for o in type(cb).__mro__)
-def first_of(learn, name): return first(learn.cbs, partial(is_a, name=name))
+# %% ../nbs/core.ipynb #a5c0bab7
+def _check_count(who, name, v):
+    if isinstance(v, bool) or not isinstance(v, Integral) or v<1:
+        raise ValueError(f"{who}: {name} must be an int of at least 1, got {v!r}")
+    return int(v)
 
-# %% ../nbs/core.ipynb #bcfce4ca
-@patch(as_prop=True)
-def _in_charge(self:WindowCallback): return (first_of(self.learn, 'AccumulateStep') or self) is self
+def _check_weight(who, weight):
+    if weight is not None and not callable(weight):
+        raise ValueError(f"{who}: weight must be a function (pred, *yb) -> float, got {weight!r}")
 
-@patch(as_prop=True)
-def _cutter(self:WindowCallback): return first_of(self.learn, 'MicroBatch')
+_meant = dict(n_acc=('AccumulateStep','n_samples'), acc_steps=('AccumulateStep','n_step'), n_steps=('AccumulateStep','n_step'), n_micro=('AccumulateStep','n_step'),
+              n_step=('AccumulateStep','n_step'), n_samples=('AccumulateStep','n_samples'), bs=('MicroBatch','bs'), micro_batch_size=('MicroBatch','bs'))
 
-@patch(as_prop=True)
-def _late(self:WindowCallback):
-    "Whether processes synchronise after all backward passes of a window, and not in the last one"
-    cut = self._cutter
-    return cut is not None and (cut.coupled or cut.bs=='auto')
+def _refuse_unknown(cls, kwargs):
+    "Name the argument that was meant, and whose it is"
+    args = [o for o in inspect.signature(cls.__init__).parameters if o not in ('self','kwargs')]
+    for k,v in kwargs.items():
+        who,name = _meant.get(k, (None,None))
+        hint = f"Did you mean `{who}({name}={v!r})`? " if who else ''
+        raise TypeError(f"{cls.__name__}: there is no argument {k!r}. {hint}The arguments are {', '.join(args)}")
 
 # %% ../nbs/core.ipynb #83b84c48
 @patch
@@ -697,9 +694,19 @@ def _check_model(self:WindowCallback):
 def _check_loader(self:WindowCallback, group):
     "The training loader, if there is one and it has batches"
     dls = self.learn.dls
-    if not dls or not len(dls.loaders): raise ValueError(f"{self.who}: the learner has no training loader, its dls is {dls!r}; set `learn.dls`")
-    if group.n==1 and not len(dls.train): raise ValueError(f"{self.who}: the training loader is empty; give it at least one batch (does it drop its last one?)")
+    if not dls or not len(dls.loaders): raise ValueError(f"{self.who}: the learner has no training loader (learn.dls is {'None' if dls is None else 'empty'}); set `learn.dls`")
+    if group.n==1 and not len(dls.train): raise ValueError(f"{self.who}: the training loader is empty; if it has drop_last=True, the data set is smaller than one batch")
     return dls.train
+
+# %% ../nbs/core.ipynb #0b105b1d
+@patch
+def __call__(self:WindowCallback, event_name):
+    if hasattr(type(self), event_name): return Callback.__call__(self, event_name)   # fastai would look for other events in the model
+
+@patch
+def __repr__(self:WindowCallback):
+    pars = [o for o in inspect.signature(type(self).__init__).parameters.values() if hasattr(type(self), o.name) or o.name in vars(self)]
+    return f"{self.who}({', '.join(f'{o.name}={getattr(self, o.name)!r}' for o in pars if getattr(self, o.name)!=o.default)})"
 
 # %% ../nbs/core.ipynb #4c1e9807
 @patch

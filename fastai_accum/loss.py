@@ -14,7 +14,7 @@ from functools import singledispatch,wraps
 from types import FunctionType,MethodType
 from fastai.basics import *
 
-# %% ../nbs/loss.ipynb #ea814386
+# %% ../nbs/loss.ipynb #efad7d38
 def _sizes(o):
     "The lengths of the tensors and arrays in `o`"
     if isinstance(o, (Tensor,np.ndarray)): return {o.shape[0]} if o.ndim else set()
@@ -33,8 +33,8 @@ def count_samples(
     if isinstance(y, (list,tuple,L)) and (not nx or len(y) in nx or isinstance(x, (list,tuple,L)) and len(x)==len(y)): return len(y)
     if nx: return first(_sizes(first(x) if isinstance(x, (list,tuple,L)) else x) or nx)
     if isinstance(x, (list,tuple,L)): return len(x)
-    raise ValueError(f"the samples cannot be counted: neither the targets, a {type(y).__name__}, nor the inputs or predictions, a {type(x).__name__}, "
-                     "have a row for each; let one of them be a tensor that has, or give `weight=`, if it is the weight that is asked for")
+    raise ValueError(f"cannot count the samples of a batch: neither its targets, a {type(y).__name__}, nor its inputs or predictions, a {type(x).__name__}, "
+                     "have a row for each sample; make one of them a tensor that has, or pass weight= if this is about the loss")
 
 # %% ../nbs/loss.ipynb #7283b74a
 _modules = {F.l1_loss:nn.L1Loss, F.mse_loss:nn.MSELoss, F.smooth_l1_loss:nn.SmoothL1Loss, F.huber_loss:nn.HuberLoss,
@@ -129,7 +129,7 @@ def _flat_weight(loss_func:BaseLoss, pred, targ, *yb):
     if loss_func.flatten: pred,targ = pred if loss_func.is_2d else pred.reshape(-1), targ.reshape(-1)
     return loss_weight(loss_func.func, pred, targ, *yb)
 
-# %% ../nbs/loss.ipynb #cc5e5277
+# %% ../nbs/loss.ipynb #7bf2d8ea
 def _rule(*classes):
     "Register a rule for `classes`"
     def _register(f):

@@ -12,8 +12,7 @@ import warnings
 from numbers import Integral
 from fastai.basics import *
 from .core import WindowCallback,_check_weight,_refuse_unknown,first_of,is_a
-from .lend import Lent
-from .loss import count_samples
+from .replace import Replaced
 from .processes import processes
 from .rewind import Hidden,WindowState,is_out_of_memory
 from .slices import leaves,n_rows,slices
@@ -43,9 +42,12 @@ class MicroBatch(WindowCallback):
         if split is not None and not callable(split): raise ValueError(f"MicroBatch: split must be a function (batch, bs) -> slices, got {split!r}")
         _check_weight(self.who, weight)
         store_attr(but='kwargs')
-        self.size = None                      # of the slices of the last batch
-        self._failed,self._n_told = [],0      # what did not fit, and how much of that has been said
-        self._shapes,self._checked,self._is_recorded = None,False,False   # of the batch in flight: the shapes of a sample; whether `split` is right; whether callbacks record it
+        self.size         = None      # samples in a slice of the last batch
+        self._failed      = []        # the batches that did not fit, by shape; remembered in the next fit too
+        self._n_told      = 0         # how many of those have been said
+        self._shapes      = None      # the shapes of a sample of the last batch
+        self._checked     = False     # whether `split` was checked in this fit
+        self._is_recorded = False     # whether callbacks record the batch of validation in flight
 
 # %% ../nbs/microbatch.ipynb #86705be5
 @patch
@@ -73,7 +75,7 @@ def _check(self:MicroBatch):
         raise ValueError("MicroBatch: the model has a reset(), so it goes on from a state of its own, of which each slice would need its rows; "
                          "that is known of fastai's AWD-LSTM only. Give its loader a smaller batch size, and AccumulateStep")
 
-# %% ../nbs/microbatch.ipynb #2c72f7c2
+# %% ../nbs/microbatch.ipynb #df9b3c4f
 @patch
 def parts(self:MicroBatch, b):
     "The slices of batch `b`, each with whether it is the last"
@@ -83,7 +85,7 @@ def parts(self:MicroBatch, b):
         with whole_batch(learn, self._cut_inputs): yield b,True
         return
     parts,state = self._cut(b),Hidden(learn.model)
-    sizes = [self._n(o) for o in parts]
+    sizes = [self._n_of(o) for o in parts]
     for k,part in enumerate(parts):
         with state.rows(sum(sizes[:k]), sizes[k], sum(sizes)): yield part,k==len(parts)-1
 
@@ -92,7 +94,7 @@ def _cut_inputs(self:MicroBatch, xb, yb):
     "The slices of a batch whose inputs are `xb`, and the samples in each"
     if self.split is None: parts = self._cut(xb); return parts,[n_rows(o) for o in parts]
     parts = self._cut((*xb, *yb))
-    return parts,[self._n(o) for o in parts] if yb else None
+    return parts,[self._n_of(o) for o in parts] if yb else None
 
 # %% ../nbs/microbatch.ipynb #9bea05d0
 def _within(a, b):
@@ -101,12 +103,6 @@ def _within(a, b):
 
 @patch
 def _n_inp(self:MicroBatch, b): return getattr(self.learn.dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
-
-@patch
-def _n(self:MicroBatch, b):
-    "The samples in `b`"
-    i = self._n_inp(b)
-    return count_samples(b[i:], b[:i])
 
 @patch
 def _shape(self:MicroBatch, b):
@@ -118,7 +114,7 @@ def _size(self:MicroBatch, b):
     "Samples in a slice of `b`"
     if self.bs!='auto': return self.bs
     failed = [rows for training,s,rows in self._failed if training>=self.learn.training and _within(s, self._shape(b))]
-    return min([self._n(b), *(-(-rows//2) for rows in failed)])
+    return min([self._n_of(b), *(-(-rows//2) for rows in failed)])
 
 # %% ../nbs/microbatch.ipynb #74658e76
 def _kind(o): return f'{type(o).__name__} of {len(o)}' if isinstance(o, (list,tuple)) else type(o).__name__
@@ -137,9 +133,9 @@ def _cut(self:MicroBatch, b):
 @patch
 def _check_split(self:MicroBatch, b, parts, bs):
     "Whether the targets are all there; once a fit, whether they are in their order"
-    n_inp,n = self._n_inp(b),self._n(b)
+    n_inp,n = self._n_inp(b),self._n_of(b)
     if not b[n_inp:]: return
-    sizes = [self._n(o) for o in parts]
+    sizes = [self._n_of(o) for o in parts]
     if sum(sizes)!=n or max(sizes)>bs:
         raise ValueError(f"MicroBatch: split must give each of the {n} samples to one slice of at most {bs}, got slices of {str(sizes):.100}")
     for k,y in enumerate(b[n_inp:] if not self._checked else (), n_inp):
@@ -147,7 +143,7 @@ def _check_split(self:MicroBatch, b, parts, bs):
             raise ValueError(f"MicroBatch: split must keep the order of the samples, but the slices of batch[{k}], one after the other, are not batch[{k}]")
     self._checked = True
 
-# %% ../nbs/microbatch.ipynb #fbb93476
+# %% ../nbs/microbatch.ipynb #90711374
 @patch
 def gather(self:MicroBatch, acc, i, batches, hypers):
     "What `acc._gather` does. Its batches come in slices, which are halved when memory runs out"
@@ -170,7 +166,7 @@ def before_train(self:MicroBatch):
         raise ValueError("MicroBatch: a model in fully_shard synchronises in its backward passes, of which coupled=True and bs='auto' make others; "
             "give bs, without coupled")
 
-# %% ../nbs/microbatch.ipynb #43d49654
+# %% ../nbs/microbatch.ipynb #90d3486d
 @patch
 def validate(self:MicroBatch, all_batches):
     "What `all_batches` does, with a model that runs slice by slice"
@@ -178,7 +174,7 @@ def validate(self:MicroBatch, all_batches):
     if learn is None: return all_batches()   # the callback was removed in `before_validate`
     group = processes(learn.model, self.who)
     if self.bs=='auto': group.prepare()   # or one that tries again would send buffers again
-    with Lent(learn, 'one_batch', partial(self._one_batch, learn.one_batch)): all_batches()
+    with Replaced(learn, 'one_batch', partial(self._one_batch, learn.one_batch)): all_batches()
     if self.bs=='auto': group.reset()
 
 @patch
@@ -244,7 +240,7 @@ def _shrink(self:MicroBatch, b, err, versions, group=None):
     if rows==1:
         tried = sorted({r for _,s,r in self._failed if _within(s, self._shape(b))}, reverse=True)
         raise RuntimeError(f"MicroBatch: memory runs out even with one sample at a time; tried slices of "
-            f"{', '.join(map(str, [*tried,1]))} of {self._n(b)} samples "
+            f"{', '.join(map(str, [*tried,1]))} of {self._n_of(b)} samples "
                            f"of shape {self._shape(b)[0]}. Take smaller samples, a smaller model, or gradient checkpointing"
                            + ("; or a smaller batch, if it is the loss that runs out, which coupled=True shows all of it" if self.coupled else "")) from err
     self._failed.append((self.learn.training, self._shape(b), rows))
@@ -255,11 +251,11 @@ def agree(self:MicroBatch, group):
     while rows := group.max(0)[0]:
         if self._shapes is not None: self._failed.append((True, self._shapes, int(rows)))
 
-# %% ../nbs/microbatch.ipynb #df6947b1
+# %% ../nbs/microbatch.ipynb #406de559
 @patch
 def _tell(self:MicroBatch, b):
     "Say what has been found"
     if self._n_told==len(self._failed): return
     self._n_told = len(self._failed)
     where = '' if self.learn.training else ' in validation'
-    if not rank_distrib(): print(f"MicroBatch: memory ran out{where}, and batches of {self._n(b)} are now cut into slices of {self._size(b)}")
+    if not rank_distrib(): print(f"MicroBatch: memory ran out{where}, and batches of {self._n_of(b)} are now cut into slices of {self._size(b)}")

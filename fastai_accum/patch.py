@@ -17,8 +17,8 @@ from .core import AccumulateStep,is_a
 # %% ../nbs/patch.ipynb #bdf660df
 def _has_own(cbs): return any(is_a(o, 'AccumulateStep') for o in cbs)   # by name: a notebook may have reloaded the module
 
-# %% ../nbs/patch.ipynb #b2a41e58
-class LentStep(AccumulateStep):
+# %% ../nbs/patch.ipynb #4a542cb5
+class _OfOneFit(AccumulateStep):
     "An `AccumulateStep` of one fit. When that is over its `counts` can be read; copies of the learner, and files, are without it"
     def __reduce_ex__(self, protocol): return super().__reduce_ex__(protocol) if self.learn else (type(None),())
 
@@ -29,7 +29,7 @@ def _accumulating(fit):
     def _fit(self, n_epoch, lr=None, wd=None, cbs=None, *args, **kwargs):
         on,cbs = getattr(defaults, 'accumulation', None),L(cbs)
         if not on or _has_own(self.cbs+cbs): return fit(self, n_epoch, lr, wd, cbs, *args, **kwargs)
-        acc = LentStep(**on.settings)
+        acc = _OfOneFit(**on.settings)
         try: return fit(self, n_epoch, lr, wd, cbs+[acc], *args, **kwargs)
         finally:
             if 'counts' in vars(acc): self.accumulate_step = acc   # fastai has removed it; its counts can be read

@@ -11,15 +11,16 @@ __all__ = ['Alone', 'Processes', 'Replicas', 'Shards', 'processes', 'InMemory']
 from contextlib import contextmanager,nullcontext
 from fastai.basics import *
 from torch.nn.parallel import DistributedDataParallel
-from .lend import Lent
+from .replace import Replaced
 
-# %% ../nbs/processes.ipynb #655aa1f1
+# %% ../nbs/processes.ipynb #b521bdea
 class Alone:
     "What `AccumulateStep` asks of the processes that train a model together, where there is one"
     n,waits = 1,False   # how many they are; whether one that has nothing left can step along with the others
-    def sync(self, on): "Let the next forward and backward pass synchronise, or not"
+    def sync(self, on): "Switch the synchronisation of gradients `on` or off for the next micro-batch"
     def prepare(self): "Do what all processes do together in the first forward pass of a window"
     def reset(self): "Synchronise from the next pass on"
+    def average(self, ran): "Average the gradients as they are; `ran` says whether the model has run in this window"
     def explained(self): return nullcontext()
     def sum(self, *vs): return vs
     def max(self, *vs): return vs
@@ -62,7 +63,7 @@ def max(self:Processes, *vs):
     "The largest of each of the numbers `vs` over all processes"
     return self._reduce(torch.distributed.ReduceOp.MAX, vs)
 
-# %% ../nbs/processes.ipynb #cc3955b3
+# %% ../nbs/processes.ipynb #1158a99c
 @patch
 def agree(self:Processes, plan, gathers_metrics):
     "Plan the same windows in all processes, and return the constant that losses are divided by"
@@ -81,7 +82,7 @@ def _check_uneven(self:Processes, least, most, gathers_metrics):
         raise ValueError(f"{self.who}: the training loaders of the processes have {least} to {most} micro-batches, but {why}; "
             "give them loaders of the same length")
 
-# %% ../nbs/processes.ipynb #e58db499
+# %% ../nbs/processes.ipynb #a2b3288b
 @patch
 def common_size(self:Processes, bs):
     "The batch size `bs`, if that of the other processes is the same"
@@ -182,16 +183,16 @@ def processes(
         raise ValueError(f"{who}: only a part of the model is in {'DistributedDataParallel' if ddp else 'fully_shard'}; put the whole model in it")
     return res
 
-# %% ../nbs/processes.ipynb #8397e68c
+# %% ../nbs/processes.ipynb #42b9d15e
 class InMemory:
-    "The model and the optimizer of `learn` in memory, in the place of the file that `LRFinder` writes, until `give_back`"
+    "The model and the optimizer of `learn` in memory, in the place of the file that `LRFinder` writes, until `restore`"
     def __init__(self, learn):
         self.learn,self.states = learn,deepcopy((get_model(learn.model).state_dict(), learn.opt.state_dict()))
-        self.lent = Lent(learn, 'save', partial(self._save, learn.save))
-        self.give_back = self.lent.give_back
+        self.restore = Replaced(learn, 'save', partial(self._save, learn.save)).restore
     def _save(self, save, file, **kwargs):
         if not str(file).endswith('/_tmp'): return save(file, **kwargs)
-    def restore(self):
+    def load(self):
+        "Set the model and the optimizer to what they were"
         model,opt = self.states
         get_model(self.learn.model).load_state_dict(model)
         self.learn.opt.load_state_dict(opt)

@@ -7,7 +7,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/slices.html.md"""
 # %% auto #0
 __all__ = ['leaves', 'n_rows', 'tree_map', 'slices', 'join']
 
-# %% ../nbs/slices.ipynb #76fb40f1
+# %% ../nbs/slices.ipynb #cc540bd3
 from collections.abc import Mapping
 from fastai.basics import *
 from torch.nn.utils.rnn import PackedSequence

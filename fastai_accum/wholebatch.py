@@ -7,12 +7,12 @@ Docs: https://fastai-accum.github.io/fastai_accum/wholebatch.html.md"""
 # %% auto #0
 __all__ = ['whole_batch', 'WholeForward']
 
-# %% ../nbs/wholebatch.ipynb #60eff785
+# %% ../nbs/wholebatch.ipynb #6ce67f1e
 from contextlib import contextmanager,nullcontext
 from fastai.basics import *
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from .lend import Lent
+from .replace import Replaced
 from .rewind import Buffers,Hidden,RandomState,accelerators
 from .slices import join,leaves,tree_map
 
@@ -20,12 +20,12 @@ from .slices import join,leaves,tree_map
 @contextmanager
 def whole_batch(
     learn, # `Learner` whose model runs slice by slice inside
-    cut:Callable # `(xb, yb) -> slices, sizes`: the slices of the inputs, and the samples in each, or `None` if only the predictions will tell
+    cut:Callable # `(xb, yb) -> slices, sizes`: the slices of the inputs, and the samples in each, or `None` to count them on the predictions
 ):
     "Let the model of `learn` run slice by slice on its batch, and everything else see all of it"
     model = learn.model.module if isinstance(learn.model, DistributedDataParallel) else learn.model
     if isinstance(getattr(vars(model).get('forward'), 'f', None), WholeForward): yield; return   # a callback validates in the middle of a batch
-    with Lent(model, 'forward', WholeForward(learn, cut, model.forward)): yield   # also found by traced models
+    with Replaced(model, 'forward', WholeForward(learn, cut, model.forward)): yield   # also found by traced models
 
 class WholeForward:
     "`forward`, slice by slice if it is called with the batch of `learn` and not with another input that a callback has"

@@ -56,7 +56,7 @@ def test_counting_samples():
     assert count_samples(((torch.ones(5),torch.ones(5,2)),), (x,))==5 and count_samples((dict(a=torch.ones(5)),), (x,))==5
     assert count_samples((), (x,))==5 and count_samples((tensor(1.),), (x,))==5
     assert count_samples((torch.ones(7),), (torch.ones(3,7),))==7   # samples in the second dimension of the inputs
-    with pytest.raises(ValueError, match='cannot be counted.*let one of them be a tensor'): count_samples((object(),), (object(),))
+    with pytest.raises(ValueError, match='cannot count the samples.*make one of them a tensor'): count_samples((object(),), (object(),))
 
 # What the sampler draws
 
@@ -365,8 +365,8 @@ def test_set_ups_that_cannot_train(cb):
     learn = learner(DataLoaders(empty, empty), cb.__class__(4))
     with pytest.raises(ValueError, match=f'{who}: the training loader is empty'): learn.fit(1)
 
-@pytest.mark.parametrize('kw,match', [(dict(n_acc=64),'did you mean n_samples=64'), (dict(n_steps=4),'did you mean n_step=4'), (dict(n_micro=4),'did you mean n_step=4'),
-                                      (dict(bs=8),r'MicroBatch\(bs=8\)'), (dict(nonsense=1),"no argument 'nonsense'; The arguments are n_step, n_samples")], ids=str)
+@pytest.mark.parametrize('kw,match', [(dict(n_acc=64),r'AccumulateStep\(n_samples=64\)'), (dict(n_steps=4),r'AccumulateStep\(n_step=4\)'), (dict(n_micro=4),r'AccumulateStep\(n_step=4\)'),
+                                      (dict(bs=8),r'MicroBatch\(bs=8\)'), (dict(nonsense=1),"no argument 'nonsense'. The arguments are n_step, n_samples")], ids=str)
 def test_other_names(kw, match):
     with pytest.raises(TypeError, match=f'AccumulateStep: .*{match}'): AccumulateStep(**kw)
     with pytest.raises(TypeError, match=match): turn_on_accumulation(**kw) if kw!={'n_step':1} else None

@@ -145,8 +145,8 @@ def test_axis_of_wandb_varying():
     learn.fit(1)
     assert learn.wandb.axis==pytest.approx([0,.2,.4])
 
-def test_sleeper_stays_asleep():
-    "A callback that put itself to sleep is not woken"
+def test_a_callback_that_does_not_run():
+    "One that has set its `run` to False stays off"
     cb = Callback(); cb.order = 55; cb.seen = []
     cb.before_fit = lambda: setattr(cb, 'run', False)
     cb.after_batch = lambda: cb.seen.append(1)
@@ -285,7 +285,7 @@ class LoseItem(Items):
 
 @pytest.mark.parametrize('exc', [OSError('truncated'), KeyboardInterrupt()], ids=['error','ctrl_c'])
 def test_export_after_the_loader_failed(exc, tmp_path):
-    "No `run` flag that was borrowed when the loader failed reaches an exported, copied or going-on learner"
+    "What is left after the loader has failed does not reach an exported, copied or going-on learner"
     ds = LoseItem(features(76), classes(76)); ds.fail,ds.exc = True,exc
     model = nn.Sequential(small_model(), nn.Dropout())
     learn = make_learner(DataLoaders(DataLoader(ds, bs=8), DataLoader(ds, bs=8)), model, cbs=AccumulateStep(4), splitter=trainable_params)

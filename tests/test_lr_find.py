@@ -68,7 +68,7 @@ def is_as_before(learn, old, loss, state, how):
     assert not any(v for d in learn.opt.state_dict()['state'] for k,v in d.items() if k not in ('do_wd','force_train')), 'the optimizer has a state'
     assert not any(p.grad.any() for p in learn.model.parameters() if p.grad is not None), 'a gradient is left'
     assert learn.loss_func is loss and dict(vars(loss))==state
-    assert all(cb.run and 'after_batch' not in cb.__dict__ for cb in learn.cbs), 'a callback is asleep'
+    assert '_with_events' not in vars(learn) and '_with_events' not in vars(loss)
     assert any(isinstance(cb, AccumulateStep) for cb in learn.cbs)==(how=='callback') and not hasattr(learn, 'lr_finder')
 
 @pytest.mark.parametrize('how', ['callback','patch'])

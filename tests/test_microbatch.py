@@ -55,8 +55,8 @@ def test_losses(coupled, loss):
     kwargs = dict(loss_func=losses[loss](), opt_func=SGD)
     whole = train(**kwargs)
     assert_same(train(MicroBatch(5, coupled), **kwargs), whole)
-    engine = AccumulateStep(1, average=False) if loss=='of_sum' else AccumulateStep(1)
-    assert_same(train([MicroBatch(5, coupled),engine], **kwargs), whole)
+    acc = AccumulateStep(1, average=False) if loss=='of_sum' else AccumulateStep(1)
+    assert_same(train([MicroBatch(5, coupled),acc], **kwargs), whole)
 
 def test_weight():
     "Of a loss that nobody knows"
@@ -729,7 +729,7 @@ def test_a_model_with_an_unknown_state():
         def reset(self): pass
     with pytest.raises(ValueError, match=r'MicroBatch: the model has a reset\(\)'): train(MicroBatch(5), model=Counting, **one_group)
 
-def test_validation_after_the_engine_has_changed():
+def test_validation_after_accumulate_step_has_changed():
     "An `AccumulateStep` comes and goes between fits"
     learn,plain = (train(o) for o in (MicroBatch(5),None))
     learn.fit(1, cbs=AccumulateStep(2)); plain.fit(1, cbs=AccumulateStep(2))

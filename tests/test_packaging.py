@@ -51,7 +51,7 @@ def test_public_names():
     names = {}
     exec('from fastai_accum.all import *', names)
     for o in 'AccumulateStep MicroBatch turn_on_accumulation turn_off_accumulation accumulation loss_weight to_group_norm BatchNormEval'.split(): assert o in names, o
-    for o in 'Window Counts Plan WindowCallback Lent join slices base_loss processes is_a'.split(): assert o not in names, f'{o} is not for users'
+    for o in 'Window Counts Plan WindowCallback Replaced join slices base_loss processes is_a'.split(): assert o not in names, f'{o} is not for users'
     assert 'fastai_accum' not in names and 'F' not in names
 
 def test_names_of_callbacks():
@@ -81,3 +81,11 @@ def test_readme_runs(tmp_path):
 def test_one_way_imports():
     "`loss` knows nothing of `core`"
     assert 'fastai_accum' not in (root/'fastai_accum'/'loss.py').read_text().split('__all__')[1].replace('fastai_accum/loss','')
+
+@pytest.mark.parametrize('p', sorted((root/'nbs').rglob('[!_]*.ipynb')), ids=lambda p: p.stem)
+def test_no_noise_in_notebooks(p):
+    "Stored outputs have no warnings, progress bars or paths of one machine"
+    import json
+    if any(o.startswith(('_proc','.')) for o in p.relative_to(root/'nbs').parts): return
+    text = ''.join(str(o.get('text', '')) + str(o.get('data', {}).get('text/plain', '')) for c in json.loads(p.read_text())['cells'] for o in c.get('outputs', []))
+    for o in ('Warning', '█', '% [', '|----', 'site-packages', '/home/', '/root/'): assert o not in text, o

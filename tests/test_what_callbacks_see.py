@@ -118,6 +118,11 @@ def test_each_micro_batch(case):
         def before_train(self): self.seen = []
         def after_batch(self):
             if self.training: self.seen.append(self.learn.pred.detach())
+    class OnTheInstance(Gathers):
+        each_micro_batch = False
+        def __init__(self): self.each_micro_batch = True
+    a,b = pair(cases[case], OnTheInstance, lambda l: l.fit(1, lr=0.))
+    assert len(a.on_the_instance.seen)>len(b.on_the_instance.seen)
     a,b = pair(cases[case], Gathers, lambda l: l.fit(1, lr=0.))
     assert rel(torch.cat(a.gathers.seen), torch.cat(b.gathers.seen))[0]<=TOL and len(a.gathers.seen)>len(b.gathers.seen)
 
@@ -172,20 +177,20 @@ def test_refused_before_anyone_has_acted():
     with pytest.raises(ValueError, match="reduction='none'"): learn.fit(1)
     assert not acted and list(learn.opt.state)==list(learn.opt.state)
 
-lent = {'_with_events','all_batches','one_batch','save','forward'}
-def nothing_is_lent(learn): return not lent & set(vars(learn)) and 'forward' not in vars(learn.model)
+replaced = {'_with_events','all_batches','one_batch','save','forward'}
+def nothing_is_replaced(learn): return not replaced & set(vars(learn)) and 'forward' not in vars(learn.model)
 
 @pytest.mark.parametrize('cbs', [lambda: AccumulateStep(4), lambda: MicroBatch(3), lambda: [AccumulateStep(2),MicroBatch(3, coupled=True)]], ids=['acc','micro','both'])
 @pytest.mark.parametrize('event', 'before_epoch before_train before_batch after_loss before_step after_batch after_train before_validate after_validate after_epoch'.split())
-def test_nothing_is_lent_after_ctrl_c(event, cbs):
+def test_nothing_is_replaced_after_ctrl_c(event, cbs):
     def stop(cb): raise KeyboardInterrupt
     learn = make_learner(make_dls(64, 8), cbs=cbs())
     learn.fit(1)
-    assert nothing_is_lent(learn)
+    assert nothing_is_replaced(learn)
     with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=Callback(**{event:stop}))
-    assert nothing_is_lent(learn)
+    assert nothing_is_replaced(learn)
     learn.fit(1); learn.validate()
-    assert nothing_is_lent(learn)
+    assert nothing_is_replaced(learn)
 
 @pytest.mark.parametrize('cbs', [lambda: AccumulateStep(4), lambda: MicroBatch(3)], ids=['acc','micro'])
 @pytest.mark.parametrize('event', 'before_epoch before_train before_batch after_batch after_train'.split())
@@ -196,12 +201,12 @@ def test_removed_in_the_middle(event, cbs):
     learn = make_learner(make_dls(64, 8), cbs=[*L(cbs()), Callback(**{event:remove})])
     n = len(learn.cbs)
     learn.fit(2)
-    assert nothing_is_lent(learn) and not hasattr(learn, 'accumulate_step') and len(learn.spy.steps)>8
+    assert nothing_is_replaced(learn) and not hasattr(learn, 'accumulate_step') and len(learn.spy.steps)>8
     assert not any(p.grad.any() for p in learn.model.parameters())
 
 @pytest.mark.parametrize('when', ['after_batch','before_batch','after_epoch','before_validate'])
 def test_saved_in_the_middle(when, tmp_path):
-    "A learner that is exported, pickled or copied while it trains: what is lent leaves itself out"
+    "A learner that is exported, pickled or copied while it trains: what is replaced leaves itself out"
     import pickle
     copies = []
     def save(cb):
@@ -211,7 +216,7 @@ def test_saved_in_the_middle(when, tmp_path):
     learn.remove_cb(Spy)
     learn.fit(1, cbs=saver)
     other = pickle.loads(copies[0])
-    assert not any(type(v).__name__=='Lent' for v in vars(other).values())
+    assert not any(type(v).__name__=='Replaced' for v in vars(other).values())
     other.add_cb(Spy())
     other.fit(1)
     assert len(other.spy.steps)==2
