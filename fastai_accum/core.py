@@ -20,7 +20,7 @@ from .processes import Alone,InMemory,processes
 from .gradients import Gradients,Hypers
 from .windows import Part,batch_size,plan_epoch
 
-# %% ../nbs/core.ipynb #7de1a169
+# %% ../nbs/core.ipynb #64b60498
 @dataclass
 class Counts:
     "What a fit has done so far; `n_samples == n_stepped + n_thrown`, however it ends"
@@ -32,7 +32,7 @@ class Counts:
     n_stepped:int = 0   # Samples that reached a step
     n_thrown:int = 0    # Samples that reached no step: in a tail, a cancelled micro-batch, a skipped step, a fit cut short; until it steps, the open window
 
-# %% ../nbs/core.ipynb #146e1ff7
+# %% ../nbs/core.ipynb #2c7a8485
 class WindowCallback(Callback):
     "Train in windows: what `AccumulateStep` and `MicroBatch` share"
     order,run_valid = -math.inf,False
@@ -84,7 +84,7 @@ def accumulate(self:Learner,
     cb = AccumulateStep(n_step, **kwargs)
     return self.remove_cbs(self.cbs.filter(lambda o: is_a(o, 'AccumulateStep'))).add_cb(cb)
 
-# %% ../nbs/core.ipynb #37ae623a
+# %% ../nbs/core.ipynb #10b25a00
 @patch
 def _train(self:WindowCallback, all_batches):
     "Takes the place of `learn.all_batches` in training: one window after another"
@@ -97,7 +97,9 @@ def _train(self:WindowCallback, all_batches):
             batches,i = self._planned(),0
             for b in batches:
                 if self.plan.is_over: self._move_bars(); continue   # the tail is dropped: drawn, and shown to nobody
-                i += self._train_window(i, chain([b], batches))
+                head = [b]
+                del b   # or it would be in memory as long as the window
+                i += self._train_window(i, chain(_pop(head), batches))
                 if self.learn is None:   # the callback was removed: go on without windows
                     for i,b in enumerate(batches, i): learn.one_batch(i, b)
                     return
@@ -107,59 +109,63 @@ def _train(self:WindowCallback, all_batches):
         self.group.reset()
         self.group = Alone()
 
-# %% ../nbs/core.ipynb #6c685d49
+def _pop(bs): yield bs.pop()
+
+# %% ../nbs/core.ipynb #197dd1b4
 @patch
 def _train_window(self:WindowCallback, i, batches):
     "Run one window, the `i`th; `False` if it was a tail that is dropped, or the callback was removed"
-    hypers,cut,grads = Hypers(self.learn.opt),self._cutter,self._fit.grads
+    learn,hypers,cut = self.learn,Hypers(self.learn.opt),self._cutter
     try:
-        grads.open()
+        self._fit.grads.open()
         win = cut.gather(self, i, batches, hypers) if cut else self._gather(i, batches, hypers)
         if win is None: return False   # the callback was removed
-        if not (win.full or self._is_owed(win)):   # the tail is dropped, with what schedulers have set for it
+        if not (win.closed or win.full or self._is_owed(win)):   # the tail is dropped, with what schedulers have set for it
             self._throw(win); hypers.restore()
             return False
-        self.learn.iter = i   # this process may have had no micro-batch
-        self._step(win)
-        self._after_batch(win)
+        learn.iter = i   # this process may have had no micro-batch
+        if not win.closed: self._step_late(win)
+        if self.learn is None: learn('after_batch')   # the callback was removed in the step
+        else: self._after_batch(win)
         return True
     except BaseException:
         if self._fit is not None: self._throw(self.window)
         raise
     finally: self.window = None
 
-# %% ../nbs/core.ipynb #33798a64
+# %% ../nbs/core.ipynb #092ca6b3
 @patch
 def _gather(self:WindowCallback, i, batches, hypers, ran=False):
     "Send micro-batches through the model until the window is full, or `batches` end"
-    learn,cut = self.learn,self._cutter
-    self.window = win = Window(ran)
+    learn = self.learn
+    self.window = win = Window(hypers, ran)
     for b in batches:
+        cut = self._cutter
         win.n_batches += 1; win.n_of_batch = self._n_of(b)
         closes = self._closes(win)
         with closing(cut.parts(b) if cut else _whole(b)) as parts:   # `MicroBatch` cuts a batch into slices
             for part,is_last in parts:
-                if win.n_micro: hypers.restore()
                 win.boundary = closes and is_last
                 self.group.sync(win.boundary and not self._late)
                 self._in_micro = True
                 try: learn.one_batch(i, part)
                 finally: self._in_micro = False
                 if self.window is not win: return   # the callback was removed
-                self._count_metrics(win)
-                if not win.boundary: self._after_micro_batch(win)
+                if not win.closed: self._count_metrics(win)
+                if not is_last: self._after_micro_batch(win)
         self._move_bars()
-        win.full = closes if self._adds_up else self._fills(win)
+        win.full = win.closed or (closes if self._adds_up else self._fills(win))
         if win.full: break
+        if not self.plan.ended: self._after_micro_batch(win)
     return win
 
 def _whole(b): yield b,True
 
-# %% ../nbs/core.ipynb #288d49f6
+# %% ../nbs/core.ipynb #6e57a4eb
 def is_a(cb, name): return any(o.__name__==name for o in type(cb).__mro__)
 def first_of(learn, name): return first(learn.cbs, partial(is_a, name=name))
 
-# %% ../nbs/core.ipynb #560bcab2
+# %% ../nbs/core.ipynb #bf17b22d
 @patch(as_prop=True)
 def _in_charge(self:WindowCallback): return (first_of(self.learn, 'AccumulateStep') or self) is self
 
@@ -172,39 +178,51 @@ def _late(self:WindowCallback):
     cut = self._cutter
     return cut is not None and (cut.coupled or cut.bs=='auto')
 
-# %% ../nbs/core.ipynb #e6489093
+# %% ../nbs/core.ipynb #e4064e61
 class AtStep(BaseException): "Ends a micro-batch where the optimizer would step"
 
-# %% ../nbs/core.ipynb #73af8bf6
+# %% ../nbs/core.ipynb #44a4908e
 @patch
 def _micro_batch(self:WindowCallback, f, ex):
     "What `_with_events` does for a micro-batch"
     learn,win = self.learn,self.window
     win.n_micro += 1; self.counts.n_micro += 1
     win.micro = Micro(count_samples(learn.yb, learn.xb))
-    try: learn('before_batch'); f()
+    try:
+        with win.hypers.once_more() if win.n_micro>1 else nullcontext(): learn('before_batch')
+        f()
+        if win.closed: self._cleared(win)
     except AtStep: win.reached = True
-    except ex: learn('after_cancel_batch')
+    except ex:
+        if win.closed: self._leave_gradients(win)
+        learn('after_cancel_batch')
 
-# %% ../nbs/core.ipynb #6790dda5
+# %% ../nbs/core.ipynb #8d542258
 @patch
 def _events(self:WindowCallback, f, event_type, ex, final=noop):
     "What `learn._with_events` does during a fit"
     if self._in_micro:
         if event_type=='batch':    return self._micro_batch(f, ex)
         if event_type=='backward': return self._backward(f, ex)
-        if event_type=='step':     raise AtStep
+        if event_type=='step':     return self._step(f, ex)
+    if event_type=='fit': return self._around_fit(f, event_type, ex, final)
     if event_type=='train'    and self._in_charge: f = partial(self._train, f)
     if event_type=='validate' and self._in_charge and self._cutter: f = partial(self._cutter.validate, f)
     was,self._in_micro,self._depth = self._in_micro,False,self._depth+1
     try: return self._replaced.old(f, event_type, ex, final)
-    except (CancelFitException,CancelEpochException,CancelTrainException,CancelValidException): raise   # `after_fit` will come
+    except CancelFitException: raise   # `after_fit` will come
     except BaseException:
         if self._depth==1: self._end()
         raise
     finally: self._in_micro,self._depth = was,self._depth-1
 
-# %% ../nbs/core.ipynb #21b9c285
+@patch
+def _around_fit(self:WindowCallback, *args):
+    "The callback was there before the fit began: it ends with it, whatever happens"
+    try: return self._replaced.old(*args)
+    finally: self._end()
+
+# %% ../nbs/core.ipynb #9d703e5d
 @patch
 def _replace(self:WindowCallback):
     if self._replaced is None: self._replaced = Replaced(self.learn, '_with_events', self._events)
@@ -218,7 +236,7 @@ def _end(self:WindowCallback):
         if o is not None: o.restore()
     self.window = self._fit = self._replaced = self._kept = None
 
-# %% ../nbs/core.ipynb #82f14318
+# %% ../nbs/core.ipynb #45e7d614
 def _get_learn(self): return vars(self).get('_learn')
 
 def _set_learn(self, v):
@@ -234,7 +252,7 @@ def _set_learn(self, v):
 
 WindowCallback.learn = property(_get_learn, _set_learn)
 
-# %% ../nbs/core.ipynb #92e985fd
+# %% ../nbs/core.ipynb #9225e810
 @dataclass
 class Micro:
     "A micro-batch"
@@ -247,6 +265,7 @@ class Micro:
 @dataclass
 class Window:
     "The micro-batches between two optimizer steps"
+    hypers:Hypers       # What the optimizer was set to when it began
     ran:bool=False      # Whether the model has run, or the processes have prepared for it
     n_micro:int=0       # Micro-batches, the one in flight included
     n_samples:int=0     # Samples whose gradients are in
@@ -260,7 +279,9 @@ class Window:
     full:bool=False     # Whether it holds what a window is to hold
     reached:bool=False  # Whether a micro-batch has come to its step
     averaged:bool=False # Whether the gradients are those of all processes
+    closed:bool=False   # Whether its gradients are finished
     stepped:bool=False  # Whether the optimizer has stepped
+    done:bool=False     # Whether its gradients are cleared, or left to the next step
     factor:Real=1       # What the sum of the gradients is multiplied by
     last:Tensor=None    # The loss of the last micro-batch
     sums:dict=None      # The sums of its gradients by parameter, if a callback keeps them apart from `.grad`
@@ -276,7 +297,7 @@ class Fit:
     nominal:Real=None   # The weight of a full window, about: what losses are divided by on their way in
     carried:tuple=(0,0) # Samples and weight of a window whose step was cancelled
 
-# %% ../nbs/core.ipynb #36c854b6
+# %% ../nbs/core.ipynb #2ec47dcc
 @patch(as_prop=True)
 def is_boundary(self:WindowCallback)->bool:
     "Whether the optimizer steps at the end of the micro-batch in flight; never in validation"
@@ -287,42 +308,75 @@ def after_pred(self:WindowCallback):
     "Note that the model has run"
     if self.window is not None: self.window.ran = True
 
-# %% ../nbs/core.ipynb #55458625
+# %% ../nbs/core.ipynb #a9aada74
 @patch
-def _step(self:WindowCallback, win):
-    "Finish the gradients and step, through fastai's own events"
-    learn,fit = self.learn,self._fit
-    win.boundary = True
-    if not (win.n_samples or win.reached or self.group.n>1): return fit.grads.join()   # every micro-batch was cancelled
-    for cb in () if win.reached else learn.cbs.filter(is_a, name='ParamScheduler'): cb('before_batch')   # no micro-batch of this process has come so far
-    try:
-        self._average(win)
-        learn._with_events(partial(self._step_once, win), 'step', CancelStepException)
-        learn.opt.zero_grad()
-        fit.grads.cleared()
-    except CancelBatchException:
-        fit.grads.left = True
-        if not win.stepped and any(p.grad is not None for p,_ in fit.grads.params): fit.carried = win.n_samples,win.weight
-        learn('after_cancel_batch')
+def _step(self:WindowCallback, f, ex):
+    "What `_with_events` does for the step of a micro-batch"
+    win = self.window
+    if not win.boundary: raise AtStep
+    self._count_metrics(win)   # with the loss of the micro-batch
+    self._finish(win)
+    self._replaced.old(partial(self._step_once, win, f), 'step', ex)
 
 @patch
-def _step_once(self:WindowCallback, win):
+def _finish(self:WindowCallback, win):
+    win.reached = win.closed = win.boundary = True
+    self._average(win)
+
+@patch
+def _step_once(self:WindowCallback, win, step):
     counts = self.counts
-    self.learn._step()
+    step()
     win.stepped = True
     counts.n_steps += 1; counts.n_stepped += win.n_samples; counts.n_thrown -= win.n_samples; counts.weight = counts.weight+win.weight
+
+# %% ../nbs/core.ipynb #f494c818
+@patch
+def _cleared(self:WindowCallback, win):
+    "`zero_grad` has been called"
+    win.done = True
+    if self._fit is not None: self._fit.grads.cleared()
+
+@patch
+def _leave_gradients(self:WindowCallback, win):
+    "The step was cancelled: its gradients stay for the next one"
+    win.done,fit = True,self._fit
+    if fit is None: return
+    fit.grads.left = True
+    if not win.stepped and any(p.grad is not None for p,_ in fit.grads.params): fit.carried = win.n_samples,win.weight
 
 @patch
 def _throw(self:WindowCallback, win):
     "Throw a window away: what it has added to the gradients is gone"
+    if win is not None and win.done: return
     if win is not None and win.stepped: self.learn.opt.zero_grad()
     else: self._fit.grads.throw()
 
-# %% ../nbs/core.ipynb #8390a985
+# %% ../nbs/core.ipynb #a1298b0e
+@patch
+def _step_late(self:WindowCallback, win):
+    "Step, without a micro-batch in flight"
+    learn = self.learn
+    if not (win.n_samples or win.reached or self.group.n>1):   # every micro-batch was cancelled
+        win.boundary = win.done = True
+        return self._fit.grads.join()
+    if not win.reached:   # no micro-batch of this process has come so far
+        for cb in learn.cbs.filter(is_a, name='ParamScheduler'): cb('before_batch')
+    try:
+        self._finish(win)
+        learn._with_events(partial(self._step_once, win, learn._step), 'step', CancelStepException)
+        learn.opt.zero_grad()
+        self._cleared(win)
+    except CancelBatchException:
+        self._leave_gradients(win)
+        learn('after_cancel_batch')
+
+# %% ../nbs/core.ipynb #41fac359
 @patch
 def _average(self:WindowCallback, win):
     "Make the sums of a window means, and `learn.loss` that of the window"
     fit = self._fit
+    fit.grads.look()   # parameters may have come since the window began
     W,loss = self._totals(win)
     if win.n_all: self._divide(win, W, loss)
     fit.grads.join()
@@ -356,7 +410,7 @@ def _totals(self:WindowCallback, win):
     win.n_all,W,loss = group.sum(win.n_samples, win.weight, win.loss)
     return W,loss
 
-# %% ../nbs/core.ipynb #88bbc3a9
+# %% ../nbs/core.ipynb #9163c96e
 def _wants_each(cb):
     return vars(cb).get('each_micro_batch', getattr(type(cb), 'each_micro_batch', is_a(cb, 'CollectDataCallback') or is_a(cb, 'HookCallback')))
 
@@ -377,7 +431,7 @@ def _count_metrics(self:WindowCallback, win):
 @patch
 def _gathers_metrics(self:WindowCallback): return getattr(first_of(self.learn, 'Recorder'), 'train_metrics', False)
 
-# %% ../nbs/core.ipynb #574bac90
+# %% ../nbs/core.ipynb #a889b8e1
 @patch
 def _after_batch(self:WindowCallback, win):
     "`after_batch`, once a window; if every micro-batch was left out, only the schedule moves"
@@ -393,7 +447,7 @@ def _after_batch(self:WindowCallback, win):
         if gathers: rec.train_metrics = True
     if plan.n_windows is None: learn.pct_train = (learn.epoch+(plan.seen if plan.share is None else plan.share))/learn.n_epoch
 
-# %% ../nbs/core.ipynb #dd58f52b
+# %% ../nbs/core.ipynb #c6f78c84
 def _progress_bars(learn): return [cb.pbar for cb in learn.cbs.filter(is_a, name='ProgressCallback') if vars(cb).get('pbar') is not None]
 
 @patch
@@ -429,7 +483,7 @@ def _read_loss(self:WindowCallback):
     base = base_loss(f)   # cross-entropy of no targets is NaN, but its gradients are zero; those of other losses are NaN too
     self._can_be_nan = self.weight is not None or not isinstance(base, (nn.CrossEntropyLoss,nn.NLLLoss)) or base.weight is not None
 
-# %% ../nbs/core.ipynb #47d3c20e
+# %% ../nbs/core.ipynb #ec8ee4e0
 @patch
 def _weigh(self:WindowCallback):
     "The weight of the micro-batch in flight. It stays on a GPU, to avoid waiting for it, unless a weight of 0 has to be noticed: its gradient can be NaN"
@@ -457,7 +511,7 @@ def _expected(self:WindowCallback, w):
     n = self.window.micro.n or 1   # for a weight of 0 any constant is exact
     return (torch.where(w>0, w, n) if isinstance(w, Tensor) else w or n) * self.plan.size * ((self.window.n_of_batch or n)/n)
 
-# %% ../nbs/core.ipynb #7858ac88
+# %% ../nbs/core.ipynb #f94efa3a
 @patch
 def _backward(self:WindowCallback, f, ex):
     "The backward pass of the micro-batch in flight, between its events"
@@ -509,7 +563,7 @@ def _gradient_is_in(win, w, total):
     m.counted = True
     win.weight,win.loss,win.n_samples = win.weight+w,win.loss+total,win.n_samples+m.n
 
-# %% ../nbs/core.ipynb #dbd94b71
+# %% ../nbs/core.ipynb #5abc8282
 @patch
 def _planned(self:WindowCallback):
     "The batches of the loader. The first is drawn before the windows are planned: by then the sampler has chosen"
@@ -519,17 +573,23 @@ def _planned(self:WindowCallback):
     nominal = self.group.agree(self.plan, self._gathers_metrics())
     if self._fit.nominal is None: self._fit.nominal = nominal
     self.learn.n_iter = self.plan.n_iter
-    return self._drawn(it if b is none else chain([b], it))
+    return self._drawn(iter(()) if b is none else chain([b], it))
 
 @patch
 def _drawn(self:WindowCallback, batches):
     "Count what is drawn"
-    for b in batches:
-        if self.learn is None: yield b; continue   # the callback was removed
-        n,over = self._n_of(b),self.plan.is_over
-        self.counts.n_samples += n; self.counts.n_thrown += n; self.counts.n_micro += over
-        self.plan.draw(n)
+    none,plan,counts = object(),self.plan,self.counts
+    b = next(batches, none)
+    while b is not none:
+        if self.learn is not None:   # or the callback was removed
+            n = self._n_of(b)
+            counts.n_samples += n; counts.n_thrown += n; counts.n_micro += plan.is_over
+            plan.draw(n)
+        if plan.batches_drawn!=plan.n_batches: yield b; b = next(batches, none); continue
+        following = next(batches, none)   # none, unless the loader yields more than its length
+        plan.ended = following is none
         yield b
+        b,following = following,none
 
 @patch
 def _n_of(self:WindowCallback, b):
@@ -537,7 +597,7 @@ def _n_of(self:WindowCallback, b):
     i = getattr(self.learn.dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
     return count_samples(b[i:], b[:i])
 
-# %% ../nbs/core.ipynb #0bc31dee
+# %% ../nbs/core.ipynb #cfa1c793
 @patch(as_prop=True)
 def _adds_up(self:WindowCallback):
     "Whether processes add up their samples"
@@ -552,8 +612,8 @@ def _fills(self:WindowCallback, win, more=0):
 def _closes(self:WindowCallback, win):
     "Whether the window is known to end with the batch that was drawn"
     plan = self.plan
-    if self._adds_up: return self.group.add_up(plan, win, self.n_samples, win.n_of_batch, plan.is_last)
-    return self._fills(win, win.n_of_batch) or (plan.is_last and not plan.drop_last)
+    if self._adds_up: return self.group.add_up(plan, win, self.n_samples, win.n_of_batch, plan.ended)
+    return self._fills(win, win.n_of_batch) or (plan.ended and not plan.drop_last)
 
 @patch
 def _is_owed(self:WindowCallback, win):
@@ -562,7 +622,7 @@ def _is_owed(self:WindowCallback, win):
     if not group.waits: return not plan.drop_last
     return group.go_along(plan, win, self.n_samples) if plan.n_windows is None else plan.n_done<plan.n_windows
 
-# %% ../nbs/core.ipynb #a8ffa081
+# %% ../nbs/core.ipynb #33b6ad22
 @patch
 def _check_steps(self:WindowCallback):
     plan = self.plan
@@ -595,7 +655,7 @@ def _leave(self:WindowCallback):
 def before_fit(self:WindowCallback):
     "Refuse what cannot work"
     learn = self.learn
-    if self.window is not None: return   # a callback validates in the middle of an epoch
+    if self._depth: return   # a callback validates, or enters the learner, in the middle of an epoch
     self._replace()
     if learn.lock.locked(): return
     self._fit = None
@@ -622,19 +682,18 @@ def before_epoch(self:WindowCallback): self._replace()   # a validation in anoth
 
 @patch
 def before_batch(self:WindowCallback):
-    "Refuse to come when an epoch has begun"
-    if self.window is None and self._in_charge and self.learn.training:
+    "Refuse to come when the training loop has begun"
+    if self.window is None and self._depth<2 and self._in_charge and self.learn.training:   # its training loop has not gone through `_events`
         raise RuntimeError(f"{self.who}: it was added in the middle of an epoch; add it in `before_epoch` or earlier")
 
 @patch
 def after_fit(self:WindowCallback):
     "Leave nothing behind"
-    if self.window is not None: return
-    is_validation = self.learn.lock.locked()
-    if self._kept is not None and not is_validation: self._kept.load()
-    if not (is_validation and self._depth): self._end()
+    if self._depth: return
+    if self._kept is not None: self._kept.load()
+    self._end()
 
-# %% ../nbs/core.ipynb #a5c0bab7
+# %% ../nbs/core.ipynb #848b5d07
 def _check_count(who, name, v):
     if isinstance(v, bool) or not isinstance(v, Integral) or v<1:
         raise ValueError(f"{who}: {name} must be an int of at least 1, got {v!r}")
@@ -698,7 +757,7 @@ def _check_loader(self:WindowCallback, group):
     if group.n==1 and not len(dls.train): raise ValueError(f"{self.who}: the training loader is empty; if it has drop_last=True, the data set is smaller than one batch")
     return dls.train
 
-# %% ../nbs/core.ipynb #0b105b1d
+# %% ../nbs/core.ipynb #faa4591c
 @patch
 def __call__(self:WindowCallback, event_name):
     if hasattr(type(self), event_name): return Callback.__call__(self, event_name)   # fastai would look for other events in the model

@@ -7,11 +7,13 @@ Docs: https://fastai-accum.github.io/fastai_accum/gradients.html.md"""
 # %% auto #0
 __all__ = ['Gradients', 'Hypers']
 
-# %% ../nbs/gradients.ipynb #ec635c97
+# %% ../nbs/gradients.ipynb #d0571495
+from contextlib import contextmanager
+from itertools import chain
 from weakref import ref
 from fastai.basics import *
 
-# %% ../nbs/gradients.ipynb #e5796fa4
+# %% ../nbs/gradients.ipynb #bff3ee7f
 class Gradients:
     "The gradients that a window of `learn` finds, adds to and leaves"
     def __init__(self, learn):
@@ -20,12 +22,19 @@ class Gradients:
 
     def open(self):
         "Begin a window: set aside what is there"
-        learn = self.learn
-        res = {id(p):p for m in (learn.model,learn.loss_func) if isinstance(m, nn.Module) for p in m.parameters()}
-        held = {id(p):p for pg in learn.opt.param_lists for p in pg}
-        self.params = [(p,p.grad is not None) for p in {**res, **held}.values()]
+        self.params,self.aside = [],[]
+        self.look()
+        held = {id(p) for pg in self.learn.opt.param_lists for p in pg}
+        self.params = [(p,p.grad is not None) for p,_ in self.params]
         self.aside = [(p,p.grad) for p,had in self.params if had and not (id(p) in held and self._is_zero(p))]
         for p,_ in self.aside: p.grad = None
+
+    def look(self):
+        "Find the parameters of the model, of its loss and of the optimizer; some may be new"
+        learn,known = self.learn,{id(p) for p,_ in self.params}
+        of_modules = (p for m in (learn.model,learn.loss_func) if isinstance(m, nn.Module) for p in m.parameters())
+        for p in chain(of_modules, *learn.opt.param_lists):
+            if id(p) not in known: known.add(id(p)); self.params.append((p,False))
 
     def _is_zero(self, p):
         g,version = self.clean.get(id(p), (noop,None))
@@ -52,6 +61,7 @@ class Gradients:
 
     def rewind(self):
         "Clear what the window has added"
+        self.look()
         aside = {id(p) for p,_ in self.aside}
         for p,had in self.params:
             if not had or id(p) in aside: p.grad = None
@@ -66,13 +76,22 @@ class Gradients:
         "At the end of a fit: clear what a cancelled step has left"
         if self.left: self.learn.opt.zero_grad()
 
-# %% ../nbs/gradients.ipynb #03b01795
+# %% ../nbs/gradients.ipynb #0c25b34f
 class Hypers:
     "The hyper-parameters of `opt` as they are now"
     def __init__(self, opt): self.opt,self.was = opt,[dict(h) for h in opt.hypers]
-    def restore(self):
+    def restore(self, where=None):
+        "Set them to what they were; only those that are as `where` has them, if that is given"
         now = self.opt.hypers
         if len(now)!=len(self.was): return   # other parameter groups
         for k in self.was[0] if self.was else ():
-            old,new = ([h.get(k) for h in o] for o in (self.was,now))
-            if old!=new: self.opt.set_hyper(k, old)
+            old,new,other = ([h.get(k) for h in o] for o in (self.was,now,where.was if where else now))
+            if old!=new==other: self.opt.set_hyper(k, old)
+
+    @contextmanager
+    def once_more(self):
+        "Begin with these hyper-parameters; those that nobody sets inside keep the value that they have now"
+        now = Hypers(self.opt)
+        self.restore()
+        try: yield
+        finally: now.restore(where=self)

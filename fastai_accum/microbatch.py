@@ -75,7 +75,7 @@ def _check(self:MicroBatch):
         raise ValueError("MicroBatch: the model has a reset(), so it goes on from a state of its own, of which each slice would need its rows; "
                          "that is known of fastai's AWD-LSTM only. Give its loader a smaller batch size, and AccumulateStep")
 
-# %% ../nbs/microbatch.ipynb #df9b3c4f
+# %% ../nbs/microbatch.ipynb #2e95f6a7
 @patch
 def parts(self:MicroBatch, b):
     "The slices of batch `b`, each with whether it is the last"
@@ -143,7 +143,7 @@ def _check_split(self:MicroBatch, b, parts, bs):
             raise ValueError(f"MicroBatch: split must keep the order of the samples, but the slices of batch[{k}], one after the other, are not batch[{k}]")
     self._checked = True
 
-# %% ../nbs/microbatch.ipynb #90711374
+# %% ../nbs/microbatch.ipynb #7a18d1b3
 @patch
 def gather(self:MicroBatch, acc, i, batches, hypers):
     "What `acc._gather` does. Its batches come in slices, which are halved when memory runs out"
@@ -166,7 +166,7 @@ def before_train(self:MicroBatch):
         raise ValueError("MicroBatch: a model in fully_shard synchronises in its backward passes, of which coupled=True and bs='auto' make others; "
             "give bs, without coupled")
 
-# %% ../nbs/microbatch.ipynb #90d3486d
+# %% ../nbs/microbatch.ipynb #1d71c426
 @patch
 def validate(self:MicroBatch, all_batches):
     "What `all_batches` does, with a model that runs slice by slice"
@@ -218,7 +218,7 @@ def _try(self:MicroBatch, acc, i, batches, hypers):
     while True:
         try: win = acc._gather(i, draw(), hypers, ran=group.n>1); break
         except Exception as e:
-            if not is_out_of_memory(e): raise
+            if not is_out_of_memory(e) or acc.window.closed: raise   # in the middle of a step
             self._shrink(seen[acc.window.n_batches-1], e, versions, group)
         state.restore(); acc._fit.grads.rewind()   # not sooner: the error has held the activations
         acc._fit.nominal = nominal
@@ -251,7 +251,7 @@ def agree(self:MicroBatch, group):
     while rows := group.max(0)[0]:
         if self._shapes is not None: self._failed.append((True, self._shapes, int(rows)))
 
-# %% ../nbs/microbatch.ipynb #406de559
+# %% ../nbs/microbatch.ipynb #3a5255e1
 @patch
 def _tell(self:MicroBatch, b):
     "Say what has been found"

@@ -7,22 +7,22 @@ Docs: https://fastai-accum.github.io/fastai_accum/windows.html.md"""
 # %% auto #0
 __all__ = ['drops_last', 'batch_size', 'samples_in', 'n_batches_in', 'Part', 'Plan', 'plan_epoch']
 
-# %% ../nbs/windows.ipynb #44c6e106
+# %% ../nbs/windows.ipynb #561ba590
 from dataclasses import dataclass
 from fastai.basics import *
 
-# %% ../nbs/windows.ipynb #5fb7b0d0
+# %% ../nbs/windows.ipynb #3e85b498
 def drops_last(dl):
     "Whether `dl` drops a last batch that is not full"
     return bool(getattr(dl, 'drop_last', False) or getattr(getattr(dl, 'batch_sampler', None), 'drop_last', False))
 
-# %% ../nbs/windows.ipynb #79083e1e
+# %% ../nbs/windows.ipynb #5a13d3d6
 def batch_size(dl):
     "The batch size of `dl`, or `None` if it has none"
     bs = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None)
     return bs if isinstance(bs, int) else None
 
-# %% ../nbs/windows.ipynb #27f5c7aa
+# %% ../nbs/windows.ipynb #11ab0053
 def samples_in(dl):
     "How many samples `dl` goes through in an epoch, or `None` where it does not say"
     idxs,batches = getattr(dl, '_DataLoader__idxs', None),getattr(dl, 'batch_sampler', None)
@@ -35,7 +35,7 @@ def samples_in(dl):
 
 def _n_items(dl): return getattr(dl, 'partial_n', None) or getattr(dl, 'n', None) or len(dl.dataset)
 
-# %% ../nbs/windows.ipynb #45acb92c
+# %% ../nbs/windows.ipynb #b8be7857
 def n_batches_in(dl):
     "How many batches `dl` yields at most"
     if not (hasattr(dl, 'world_size') and dl.drop_last): return len(dl)
@@ -49,7 +49,7 @@ class Part:
         self.bs,self.drop_last = batch_size(dl),drops_last(dl)
     def __len__(self): return -(-len(self.dl)//self.world_size)
 
-# %% ../nbs/windows.ipynb #bf85f9a6
+# %% ../nbs/windows.ipynb #1698efd0
 @dataclass
 class Plan:
     "What is known of the windows of an epoch, and how far it has come"
@@ -63,6 +63,7 @@ class Plan:
     n_done:int = 0       # Windows that have ended
     n_drawn:int = 0      # Samples that have been drawn
     batches_drawn:int=0  # Batches that have been drawn
+    ended:bool=False     # Whether the batch that was drawn last is the loader's last one, where that is known
     is_odd:bool=False    # Whether the last batch was not of size `bs`
     share:float|None=None # How much of the epoch all processes have drawn, of 1, where they add up samples
     n_running:int=1      # Processes that have more batches, where they add up samples
@@ -72,10 +73,6 @@ class Plan:
         "Whether the batches that are left belong to a tail that is dropped"
         return self.drop_last and self.n_windows is not None and self.n_done>=self.n_windows
     @property
-    def is_last(self):
-        "Whether the batch that was drawn last should be the loader's last one"
-        return self.batches_drawn==self.n_batches
-    @property
     def n_iter(self):
         "The number of windows, or the most that there can be"
         return self.n_batches if self.n_windows is None else self.n_windows
@@ -84,7 +81,7 @@ class Plan:
         "How much of the epoch this process has drawn, of 1"
         return self.n_drawn/self.n_samples if self.n_samples else self.batches_drawn/self.n_batches
 
-# %% ../nbs/windows.ipynb #92d0aa0f
+# %% ../nbs/windows.ipynb #a1100c6a
 @patch
 def draw(self:Plan,
     n # Samples in the batch
@@ -94,7 +91,7 @@ def draw(self:Plan,
     if not self.n_step and self.is_odd: self.n_windows = None
     self.is_odd = n!=self.bs
 
-# %% ../nbs/windows.ipynb #5103c87c
+# %% ../nbs/windows.ipynb #d9b2b0f4
 def plan_epoch(
     dl, # Training `DataLoader`, fastai's or PyTorch's
     n_step:int=1, # Batches in a window

@@ -238,3 +238,146 @@ def test_one_instance_in_two_learners():
         with pytest.raises(ValueError, match='this instance is in another Learner already'): make_learner(make_dls(64, 8), cbs=cb)
         learn.remove_cb(cb)
         make_learner(make_dls(64, 8), cbs=cb).fit(1)
+
+class Counter(Learner):
+    "Does something after what it overrides, once a batch"
+    def _do_one_batch(self):
+        super()._do_one_batch()
+        if self.training: self.n_batches = getattr(self, 'n_batches', 0)+1
+    def _do_grad_opt(self):
+        super()._do_grad_opt()
+        with torch.no_grad():
+            if not hasattr(self, 'avg'): self.avg = [p.clone() for p in self.model.parameters()]
+            for a,p in zip(self.avg, self.model.parameters()): a.lerp_(p, .1)
+
+@pytest.mark.parametrize('case', ['kept','dropped','n_samples','micro','both','coupled'])
+def test_what_follows_in_an_override(case):
+    "The last micro-batch makes the step, so what a subclass does after it is done once a window"
+    def fit(learn): learn.__class__ = Counter; learn.fit_one_cycle(2)
+    a,b = pair(cases[case], fit=fit)
+    assert_same(a, b)
+    assert a.n_batches==b.n_batches and rel(a.avg, b.avg)[0]<=TOL
+
+class Once(Callback):
+    "Sets a rate once, in the middle of a fit"
+    run_valid = False
+    def __init__(self, event): setattr(self, event, self._set)
+    def before_fit(self): self.done = False
+    def _set(self):
+        if not self.done and self.train_iter==2: self.opt.set_hyper('lr', 1e-3); self.done = True
+@pytest.mark.parametrize('event', ['before_batch','after_pred','after_loss','after_backward','before_step','after_batch'])
+def test_a_rate_that_is_set_once(event):
+    a,b = pair(cases['kept'], lambda: Once(event), fit=lambda l: l.fit(2))
+    assert_same(a, b)
+    assert b.opt.hypers[-1]['lr']==1e-3
+
+@pytest.mark.parametrize('event', 'before_fit before_epoch before_train after_train before_validate after_epoch'.split())
+@pytest.mark.parametrize('how', ['with','summary'])
+def test_entering_the_learner(event, how):
+    "`with learn` and `learn.summary()` in the middle of a fit"
+    def enter(cb):
+        if getattr(cb.learn, 'epoch', 0) or hasattr(cb.learn, 'entered'): return
+        cb.learn.entered = True
+        kept = {k:v for k,v in vars(cb.learn).items() if k in ('dl','training','epoch','train_iter','pct_train','n_iter')}
+        if how=='with':
+            with cb.learn: pass
+        else: cb.learn.summary()
+        vars(cb.learn).update(kept)
+        cb.model.train(cb.learn.training)
+    a,b = pair(cases['kept'], lambda: Callback(**{event:enter}))
+    assert rel(snapshot(a)['params'], snapshot(b)['params'])[0]<=TOL and len(a.spy.steps)==len(b.spy.steps)==6
+    assert nothing_is_replaced(a)
+
+class SkipsThenStops(Callback):
+    "A step is cancelled by `exc`, and then `after_batch` cancels the epoch's training"
+    order,run_valid = 1001,False
+    def __init__(self, exc): self.exc = exc
+    def before_step(self):
+        if self.train_iter==1: raise self.exc
+    def after_batch(self):
+        if self.train_iter==1 and self.iter==0: sum(p.pow(2).sum() for p in self.model.parameters()).backward()
+        if self.train_iter==2 and self.epoch==0: raise CancelTrainException
+@pytest.mark.parametrize('exc', [CancelStepException,CancelBatchException])
+def test_a_window_that_is_over_is_not_thrown(exc):
+    a,b = pair(cases['kept'], lambda: SkipsThenStops(exc), fit=lambda l: l.fit(2), opt_func=SGD)
+    assert_same(a, b)
+    n = a.accumulate_step.counts
+    assert n.n_samples==n.n_stepped+n.n_thrown
+
+def test_parameters_that_come_in_a_window():
+    "A head that is added in the tail, with a new optimizer"
+    class Grows(nn.Module):
+        def __init__(self): super().__init__(); self.m = small_model()
+        def forward(self, x): return self.m(x)+(self.extra(x) if hasattr(self, 'extra') else 0)
+    def grow(cb):
+        if cb.training and cb.train_iter==2 and not hasattr(cb.model, 'extra'):
+            torch.manual_seed(1)
+            cb.model.extra = nn.Linear(6,3).double()
+            cb.learn.opt = SGD([list(cb.model.parameters())], lr=.1)
+    res = []
+    for bs,cbs in (8,[AccumulateStep(4)]),(32,[]):
+        learn = make_learner(make_dls(76, bs, shuffle=False), Grows(), cbs=[Callback(before_batch=grow)]+cbs, splitter=trainable_params, opt_func=SGD)
+        learn.fit(1)
+        res.append([p.detach() for p in learn.model.parameters()])
+    assert len(res[1])==6 and rel(*res)[0]<=TOL
+
+@pytest.mark.parametrize('coupled', [False,True])
+@pytest.mark.parametrize('event', 'before_batch after_loss after_backward before_step after_batch'.split())
+@pytest.mark.parametrize('which', [AccumulateStep,MicroBatch])
+def test_one_of_two_removed(which, event, coupled):
+    "The other one goes on, or leaves the rest of the epoch alone"
+    def remove(cb):
+        if cb.training and cb.train_iter==1: cb.learn.remove_cb(which)
+    learn = make_learner(make_dls(76, 8), cbs=[AccumulateStep(4), MicroBatch(3, coupled), Callback(**{event:remove})])
+    learn.fit(2)
+    assert nothing_is_replaced(learn) and len(learn.spy.steps)>=6 and learn.recorder.values[1][0]<2
+
+@pytest.mark.parametrize('n_step', [2,4,6])
+def test_batches_in_memory(n_step):
+    "No more batches of the loader are alive than in plain training"
+    import weakref
+    def most(cbs):
+        refs,seen = [],[]
+        class Loader(DataLoader):
+            def __iter__(self):
+                for b in super().__iter__(): refs.append(weakref.ref(b[0])); yield b
+        def look(cb): seen.append(sum(r() is not None for r in refs)) if cb.training else None
+        dls = DataLoaders(Loader(Items(features(96), classes(96)), bs=8), DataLoader(Items(features(16), classes(16)), bs=16))
+        make_learner(dls, cbs=[*cbs,Callback(after_backward=look)]).fit(1)
+        return max(seen)
+    assert most([AccumulateStep(n_step)])<=most([])
+
+def test_each_micro_batch_is_seen():
+    "Also one that was taken for the last of its window, and was not"
+    class Sees(Callback):
+        each_micro_batch,run_valid,n = True,False,0
+        def after_batch(self): self.n += 1
+    def cancel(cb):
+        if cb.training and cb.micro.i==3: raise CancelBatchException
+    class Longer(DataLoader):
+        def __len__(self): return super().__len__()//2
+    dls = make_dls(96, 8)
+    learn = make_learner(DataLoaders(Longer(Items(features(96), classes(96)), bs=8), dls.valid), cbs=[Sees(), AccumulateStep(4, drop_last=False)])
+    learn.fit(1)
+    assert learn.sees.n==12
+    learn = make_learner(make_dls(80, 8), cbs=[Sees(), AccumulateStep(n_samples=32), Callback(before_batch=cancel)])
+    learn.fit(1)
+    assert learn.sees.n==10
+
+@pytest.mark.parametrize('exc,event', [(CancelTrainException,'after_train'),(CancelValidException,'after_train'),(CancelEpochException,'after_epoch'),(CancelTrainException,'after_epoch')])
+def test_cancels_that_nobody_catches(exc, event):
+    def cancel(cb): raise exc
+    learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(4))
+    learn.fit(1)
+    with pytest.raises(exc): learn.fit(1, cbs=Callback(**{event:cancel}))
+    assert nothing_is_replaced(learn) and learn.accumulate_step._fit is None
+
+def test_iter_after_removal():
+    "The batches that follow are counted on"
+    seen = []
+    def look(cb):
+        if not cb.training: return
+        seen.append(cb.iter)
+        if cb.iter==1 and hasattr(cb.learn, 'accumulate_step'): cb.learn.remove_cb(AccumulateStep)
+    make_learner(make_dls(96, 8), cbs=[AccumulateStep(4), Callback(after_batch=look)]).fit(1)
+    assert seen==[0,1,2,3,4,5]
