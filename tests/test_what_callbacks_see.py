@@ -381,3 +381,12 @@ def test_iter_after_removal():
         if cb.iter==1 and hasattr(cb.learn, 'accumulate_step'): cb.learn.remove_cb(AccumulateStep)
     make_learner(make_dls(96, 8), cbs=[AccumulateStep(4), Callback(after_batch=look)]).fit(1)
     assert seen==[0,1,2,3,4,5]
+
+def test_a_slice_that_is_left_out():
+    "With `n_samples` the window goes on until enough are in, also if a slice of its last batch was left out"
+    def drop(cb):
+        if cb.training and cb.micro.i==4: cb.accumulate_step.drop()
+    learn = make_learner(make_dls(96, 8, shuffle=False), cbs=[AccumulateStep(n_samples=24), MicroBatch(4), Callback(after_loss=drop)])
+    learn.fit(1)
+    n = learn.accumulate_step.counts
+    assert (n.n_stepped,n.n_thrown,n.n_steps)==(92,4,4)   # 28 in the first window, then 24, 24 and 16
