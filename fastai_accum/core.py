@@ -20,7 +20,7 @@ from .processes import Alone,InMemory,processes
 from .gradients import Gradients,Hypers
 from .windows import Part,batch_size,plan_epoch
 
-# %% ../nbs/core.ipynb #2c69c4eb
+# %% ../nbs/core.ipynb #d4939453
 @dataclass
 class Counts:
     "What a fit has done so far; `n_samples == n_stepped + n_thrown`, however it ends"
@@ -32,7 +32,7 @@ class Counts:
     n_stepped:int = 0   # Samples that reached a step
     n_thrown:int = 0    # Samples that reached no step: in a tail, a cancelled micro-batch, a skipped step, a fit cut short; until it steps, the open window
 
-# %% ../nbs/core.ipynb #b8a33877
+# %% ../nbs/core.ipynb #6ef1a11a
 class WindowCallback(Callback):
     "Train in windows: what `AccumulateStep` and `MicroBatch` share"
     order,run_valid = -math.inf,False
@@ -84,7 +84,7 @@ def accumulate(self:Learner,
     cb = AccumulateStep(n_step, **kwargs)
     return self.remove_cbs(self.cbs.filter(lambda o: is_a(o, 'AccumulateStep'))).add_cb(cb)
 
-# %% ../nbs/core.ipynb #eb699af3
+# %% ../nbs/core.ipynb #eb766386
 @patch
 def _train(self:WindowCallback, all_batches):
     "Takes the place of `learn.all_batches` in training: one window after another"
@@ -111,7 +111,7 @@ def _train(self:WindowCallback, all_batches):
 
 def _pop(bs): yield bs.pop()
 
-# %% ../nbs/core.ipynb #c4e2f4c7
+# %% ../nbs/core.ipynb #d2289563
 @patch
 def _train_window(self:WindowCallback, i, batches):
     "Run one window, the `i`th; `False` if it was a tail that is dropped, or the callback was removed"
@@ -133,7 +133,7 @@ def _train_window(self:WindowCallback, i, batches):
         raise
     finally: self.window = None
 
-# %% ../nbs/core.ipynb #f586affa
+# %% ../nbs/core.ipynb #1a78c0ee
 @patch
 def _gather(self:WindowCallback, i, batches, hypers, ran=False):
     "Send micro-batches through the model until the window is full, or `batches` end"
@@ -161,11 +161,11 @@ def _gather(self:WindowCallback, i, batches, hypers, ran=False):
 
 def _whole(b): yield b,True
 
-# %% ../nbs/core.ipynb #49657a27
+# %% ../nbs/core.ipynb #66d0bf09
 def is_a(cb, name): return any(o.__name__==name for o in type(cb).__mro__)
 def first_of(learn, name): return first(learn.cbs, partial(is_a, name=name))
 
-# %% ../nbs/core.ipynb #97909647
+# %% ../nbs/core.ipynb #9b163c98
 @patch(as_prop=True)
 def _in_charge(self:WindowCallback): return (first_of(self.learn, 'AccumulateStep') or self) is self
 
@@ -178,10 +178,10 @@ def _late(self:WindowCallback):
     cut = self._cutter
     return cut is not None and (cut.coupled or cut.bs=='auto')
 
-# %% ../nbs/core.ipynb #a8b99a2d
+# %% ../nbs/core.ipynb #75f16969
 class AtStep(BaseException): "Ends a micro-batch where the optimizer would step"
 
-# %% ../nbs/core.ipynb #b08ada8c
+# %% ../nbs/core.ipynb #ad37f1a2
 @patch
 def _micro_batch(self:WindowCallback, f, ex):
     "What `_with_events` does for a micro-batch"
@@ -197,7 +197,7 @@ def _micro_batch(self:WindowCallback, f, ex):
         if win.closed: self._leave_gradients(win)
         learn('after_cancel_batch')
 
-# %% ../nbs/core.ipynb #4047f317
+# %% ../nbs/core.ipynb #bdb2c6eb
 @patch
 def _events(self:WindowCallback, f, event_type, ex, final=noop):
     "What `learn._with_events` does during a fit"
@@ -210,9 +210,9 @@ def _events(self:WindowCallback, f, event_type, ex, final=noop):
     if event_type=='validate' and self._in_charge and self._cutter: f = partial(self._cutter.validate, f)
     was,self._in_micro,self._depth = self._in_micro,False,self._depth+1
     try: return self._replaced.old(f, event_type, ex, final)
-    except CancelFitException: raise   # `after_fit` will come
-    except BaseException:
-        if self._depth==1: self._end()
+    except BaseException as e:
+        goes_on = isinstance(e, CancelFitException) or isinstance(e, CancelEpochException) and event_type!='epoch'   # `after_fit` will come
+        if self._depth==1 and not goes_on: self._end()
         raise
     finally: self._in_micro,self._depth = was,self._depth-1
 
@@ -222,7 +222,7 @@ def _around_fit(self:WindowCallback, *args):
     try: return self._replaced.old(*args)
     finally: self._end()
 
-# %% ../nbs/core.ipynb #037915d7
+# %% ../nbs/core.ipynb #f879d2db
 @patch
 def _replace(self:WindowCallback):
     if self._replaced is None: self._replaced = Replaced(self.learn, '_with_events', self._events)
@@ -236,7 +236,7 @@ def _end(self:WindowCallback):
         if o is not None: o.restore()
     self.window = self._fit = self._replaced = self._kept = None
 
-# %% ../nbs/core.ipynb #eeac2106
+# %% ../nbs/core.ipynb #bb53d19c
 def _get_learn(self): return vars(self).get('_learn')
 
 def _set_learn(self, v):
@@ -252,7 +252,7 @@ def _set_learn(self, v):
 
 WindowCallback.learn = property(_get_learn, _set_learn)
 
-# %% ../nbs/core.ipynb #a7d178f0
+# %% ../nbs/core.ipynb #7e9b55bc
 @dataclass
 class Micro:
     "A micro-batch"
@@ -297,7 +297,7 @@ class Fit:
     nominal:Real=None   # The weight of a full window, about: what losses are divided by on their way in
     carried:tuple=(0,0) # Samples and weight of a window whose step was cancelled
 
-# %% ../nbs/core.ipynb #47ac33e5
+# %% ../nbs/core.ipynb #0bfc5ee2
 @patch(as_prop=True)
 def is_boundary(self:WindowCallback)->bool:
     "Whether the optimizer steps at the end of the micro-batch in flight; never in validation"
@@ -308,7 +308,7 @@ def after_pred(self:WindowCallback):
     "Note that the model has run"
     if self.window is not None: self.window.ran = True
 
-# %% ../nbs/core.ipynb #bf0b92fd
+# %% ../nbs/core.ipynb #0b8fbe64
 @patch
 def _step(self:WindowCallback, f, ex):
     "What `_with_events` does for the step of a micro-batch"
@@ -330,7 +330,7 @@ def _step_once(self:WindowCallback, win, step):
     win.stepped = True
     counts.n_steps += 1; counts.n_stepped += win.n_samples; counts.n_thrown -= win.n_samples; counts.weight = counts.weight+win.weight
 
-# %% ../nbs/core.ipynb #548874fa
+# %% ../nbs/core.ipynb #3b0a5988
 @patch
 def _cleared(self:WindowCallback, win):
     "`zero_grad` has been called"
@@ -352,7 +352,7 @@ def _throw(self:WindowCallback, win):
     if win is not None and win.stepped: self.learn.opt.zero_grad()
     else: self._fit.grads.throw()
 
-# %% ../nbs/core.ipynb #4900b3d7
+# %% ../nbs/core.ipynb #fdc05b2c
 @patch
 def _step_late(self:WindowCallback, win):
     "Step, without a micro-batch in flight"
@@ -371,7 +371,7 @@ def _step_late(self:WindowCallback, win):
         self._leave_gradients(win)
         learn('after_cancel_batch')
 
-# %% ../nbs/core.ipynb #fe1bfe32
+# %% ../nbs/core.ipynb #973960b3
 @patch
 def _average(self:WindowCallback, win):
     "Make the sums of a window means, and `learn.loss` that of the window"
@@ -410,7 +410,7 @@ def _totals(self:WindowCallback, win):
     win.n_all,W,loss = group.sum(win.n_samples, win.weight, win.loss)
     return W,loss
 
-# %% ../nbs/core.ipynb #1cde721a
+# %% ../nbs/core.ipynb #c0930d57
 def _wants_each(cb):
     return vars(cb).get('each_micro_batch', getattr(type(cb), 'each_micro_batch', is_a(cb, 'CollectDataCallback') or is_a(cb, 'HookCallback')))
 
@@ -431,7 +431,7 @@ def _count_metrics(self:WindowCallback, win):
 @patch
 def _gathers_metrics(self:WindowCallback): return getattr(first_of(self.learn, 'Recorder'), 'train_metrics', False)
 
-# %% ../nbs/core.ipynb #40f36046
+# %% ../nbs/core.ipynb #d6443b93
 @patch
 def _after_batch(self:WindowCallback, win):
     "`after_batch`, once a window; if every micro-batch was left out, only the schedule moves"
@@ -447,7 +447,7 @@ def _after_batch(self:WindowCallback, win):
         if gathers: rec.train_metrics = True
     if plan.n_windows is None: learn.pct_train = (learn.epoch+(plan.seen if plan.share is None else plan.share))/learn.n_epoch
 
-# %% ../nbs/core.ipynb #bd16a099
+# %% ../nbs/core.ipynb #8ef0370a
 def _progress_bars(learn): return [cb.pbar for cb in learn.cbs.filter(is_a, name='ProgressCallback') if vars(cb).get('pbar') is not None]
 
 @patch
@@ -483,7 +483,7 @@ def _read_loss(self:WindowCallback):
     base = base_loss(f)   # cross-entropy of no targets is NaN, but its gradients are zero; those of other losses are NaN too
     self._can_be_nan = self.weight is not None or not isinstance(base, (nn.CrossEntropyLoss,nn.NLLLoss)) or base.weight is not None
 
-# %% ../nbs/core.ipynb #e8cb208d
+# %% ../nbs/core.ipynb #f347b85c
 @patch
 def _weigh(self:WindowCallback):
     "The weight of the micro-batch in flight. It stays on a GPU, to avoid waiting for it, unless a weight of 0 has to be noticed: its gradient can be NaN"
@@ -511,7 +511,7 @@ def _expected(self:WindowCallback, w):
     n = self.window.micro.n or 1   # for a weight of 0 any constant is exact
     return (torch.where(w>0, w, n) if isinstance(w, Tensor) else w or n) * self.plan.size * ((self.window.n_of_batch or n)/n)
 
-# %% ../nbs/core.ipynb #bb3d5ff8
+# %% ../nbs/core.ipynb #0d4b3586
 @patch
 def _backward(self:WindowCallback, f, ex):
     "The backward pass of the micro-batch in flight, between its events"
@@ -563,7 +563,7 @@ def _gradient_is_in(win, w, total):
     m.counted = True
     win.weight,win.loss,win.n_samples = win.weight+w,win.loss+total,win.n_samples+m.n
 
-# %% ../nbs/core.ipynb #4f05c833
+# %% ../nbs/core.ipynb #3253fbbb
 @patch
 def _planned(self:WindowCallback):
     "The batches of the loader. The first is drawn before the windows are planned: by then the sampler has chosen"
@@ -597,7 +597,7 @@ def _n_of(self:WindowCallback, b):
     i = getattr(self.learn.dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
     return count_samples(b[i:], b[:i])
 
-# %% ../nbs/core.ipynb #ce79073d
+# %% ../nbs/core.ipynb #5f0f1ad5
 @patch(as_prop=True)
 def _adds_up(self:WindowCallback):
     "Whether processes add up their samples"
@@ -622,7 +622,7 @@ def _is_owed(self:WindowCallback, win):
     if not group.waits: return not plan.drop_last
     return group.go_along(plan, win, self.n_samples) if plan.n_windows is None else plan.n_done<plan.n_windows
 
-# %% ../nbs/core.ipynb #3d28f4b9
+# %% ../nbs/core.ipynb #490b089f
 @patch
 def _check_steps(self:WindowCallback):
     plan = self.plan
@@ -693,7 +693,7 @@ def after_fit(self:WindowCallback):
     if self._kept is not None: self._kept.load()
     self._end()
 
-# %% ../nbs/core.ipynb #d8a68a0f
+# %% ../nbs/core.ipynb #c3cedcb8
 def _check_count(who, name, v):
     if isinstance(v, bool) or not isinstance(v, Integral) or v<1:
         raise ValueError(f"{who}: {name} must be an int of at least 1, got {v!r}")
@@ -757,7 +757,7 @@ def _check_loader(self:WindowCallback, group):
     if group.n==1 and not len(dls.train): raise ValueError(f"{self.who}: the training loader is empty; if it has drop_last=True, the data set is smaller than one batch")
     return dls.train
 
-# %% ../nbs/core.ipynb #5599afc6
+# %% ../nbs/core.ipynb #1ba0615e
 @patch
 def __call__(self:WindowCallback, event_name):
     if hasattr(type(self), event_name): return Callback.__call__(self, event_name)   # fastai would look for other events in the model
