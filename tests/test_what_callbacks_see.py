@@ -244,8 +244,11 @@ class Counter(Learner):
     def _do_one_batch(self):
         super()._do_one_batch()
         if self.training: self.n_batches = getattr(self, 'n_batches', 0)+1
+        self.follow() if self.training and not hasattr(Learner, '_do_grad_opt') else None   # fastai 2.7.6 has no such method
     def _do_grad_opt(self):
         super()._do_grad_opt()
+        self.follow()
+    def follow(self):
         with torch.no_grad():
             if not hasattr(self, 'avg'): self.avg = [p.clone() for p in self.model.parameters()]
             for a,p in zip(self.avg, self.model.parameters()): a.lerp_(p, .1)
