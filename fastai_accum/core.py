@@ -20,7 +20,7 @@ from .processes import Alone,InMemory,processes
 from .gradients import Gradients,Hypers
 from .windows import Part,batch_size,plan_epoch
 
-# %% ../nbs/core.ipynb #d4939453
+# %% ../nbs/core.ipynb #12f6d8ce
 @dataclass
 class Counts:
     "What a fit has done so far; `n_samples == n_stepped + n_thrown`, however it ends"
@@ -32,7 +32,7 @@ class Counts:
     n_stepped:int = 0   # Samples that reached a step
     n_thrown:int = 0    # Samples that reached no step: in a tail, a cancelled micro-batch, a skipped step, a fit cut short; until it steps, the open window
 
-# %% ../nbs/core.ipynb #6ef1a11a
+# %% ../nbs/core.ipynb #68280728
 class WindowCallback(Callback):
     "Train in windows: what `AccumulateStep` and `MicroBatch` share"
     order,run_valid = -math.inf,False
@@ -84,26 +84,29 @@ def accumulate(self:Learner,
     cb = AccumulateStep(n_step, **kwargs)
     return self.remove_cbs(self.cbs.filter(lambda o: is_a(o, 'AccumulateStep'))).add_cb(cb)
 
-# %% ../nbs/core.ipynb #eb766386
+# %% ../nbs/core.ipynb #11a20f5f
 @patch
 def _train(self:WindowCallback, all_batches):
     "Takes the place of `learn.all_batches` in training: one window after another"
     learn = self.learn
-    if learn is None: return all_batches()   # the callback was removed in `before_train`
+    if learn is None: return all_batches()   # removed in `before_train`
     if self._fit is None: self._fit,self.counts = Fit(Gradients(learn)),Counts()
     self.group = processes(learn.model, self.who)
     try:
         with self.group.explained(), self._bars():
             batches,i = self._planned(),0
             for b in batches:
-                if self.plan.is_over: self._move_bars(); continue   # the tail is dropped: drawn, and shown to nobody
+                if self.plan.is_over:   # the tail is dropped: drawn, and shown to nobody
+                    self._move_bars()
+                    continue
                 head = [b]
                 del b   # or it would be in memory as long as the window
                 i += self._train_window(i, chain(_pop(head), batches))
-                if self.learn is None:   # the callback was removed: go on without windows
+                if self.learn is None:   # removed: go on without windows
                     for i,b in enumerate(batches, i): learn.one_batch(i, b)
                     return
-            while self.group.waits and self._train_window(i, iter(())): i += 1   # the other processes have more
+            # other processes may have more windows, in which this one takes part
+            while self.group.waits and self._train_window(i, iter(())): i += 1
         self._check_steps()
     finally:
         self.group.reset()
@@ -111,21 +114,23 @@ def _train(self:WindowCallback, all_batches):
 
 def _pop(bs): yield bs.pop()
 
-# %% ../nbs/core.ipynb #d2289563
+# %% ../nbs/core.ipynb #a8f6f5ea
 @patch
 def _train_window(self:WindowCallback, i, batches):
-    "Run one window, the `i`th; `False` if it was a tail that is dropped, or the callback was removed"
+    "Run the `i`th window; `False` if the tail was dropped, or the callback removed"
     learn,hypers,cut = self.learn,Hypers(self.learn.opt),self._cutter
     try:
         self._fit.grads.open()
-        win = cut.gather(self, i, batches, hypers) if cut else self._gather(i, batches, hypers)
+        if cut: win = cut.gather(self, i, batches, hypers)   # a `MicroBatch`
+        else:   win = self._gather(i, batches, hypers)
         if win is None: return False   # the callback was removed
-        if not (win.closed or win.full or self._is_owed(win)):   # the tail is dropped, with what schedulers have set for it
-            self._throw(win); hypers.restore()
+        if not (win.closed or win.full or self._is_owed(win)):   # the tail is dropped
+            self._throw(win)
+            hypers.restore()   # and what schedulers have set for it
             return False
         learn.iter = i   # this process may have had no micro-batch
         if not win.closed: self._step_late(win)
-        if self.learn is None: learn('after_batch')   # the callback was removed in the step
+        if self.learn is None: learn('after_batch')   # removed in the step
         else: self._after_batch(win)
         return True
     except BaseException:
@@ -133,7 +138,7 @@ def _train_window(self:WindowCallback, i, batches):
         raise
     finally: self.window = None
 
-# %% ../nbs/core.ipynb #1a78c0ee
+# %% ../nbs/core.ipynb #a8bb2d4f
 @patch
 def _gather(self:WindowCallback, i, batches, hypers, ran=False):
     "Send micro-batches through the model until the window is full, or `batches` end"
@@ -143,14 +148,14 @@ def _gather(self:WindowCallback, i, batches, hypers, ran=False):
         cut = self._cutter
         win.n_batches += 1; win.n_of_batch = self._n_of(b)
         closes = self._closes(win)
-        with closing(cut.parts(b) if cut else _whole(b)) as parts:   # `MicroBatch` cuts a batch into slices
+        with closing(cut.parts(b) if cut else _whole(b)) as parts:   # its slices
             for part,is_last in parts:
-                win.boundary = is_last and closes and (self._adds_up or self.plan.ended or self._fills(win, self._n_of(part)))   # a slice may have been left out
+                win.boundary = is_last and closes and self._still_closes(win, part)
                 self.group.sync(win.boundary and not self._late)
                 self._in_micro = True
                 try: learn.one_batch(i, part)
                 finally: self._in_micro = False
-                if self.window is not win: return   # the callback was removed
+                if self.window is not win: return   # removed
                 if not win.closed: self._count_metrics(win)
                 if not is_last: self._after_micro_batch(win)
         self._move_bars()
@@ -161,11 +166,11 @@ def _gather(self:WindowCallback, i, batches, hypers, ran=False):
 
 def _whole(b): yield b,True
 
-# %% ../nbs/core.ipynb #66d0bf09
+# %% ../nbs/core.ipynb #ed16d60d
 def is_a(cb, name): return any(o.__name__==name for o in type(cb).__mro__)
 def first_of(learn, name): return first(learn.cbs, partial(is_a, name=name))
 
-# %% ../nbs/core.ipynb #9b163c98
+# %% ../nbs/core.ipynb #0988cceb
 @patch(as_prop=True)
 def _in_charge(self:WindowCallback): return (first_of(self.learn, 'AccumulateStep') or self) is self
 
@@ -178,10 +183,10 @@ def _late(self:WindowCallback):
     cut = self._cutter
     return cut is not None and (cut.coupled or cut.bs=='auto')
 
-# %% ../nbs/core.ipynb #75f16969
+# %% ../nbs/core.ipynb #1bdd6088
 class AtStep(BaseException): "Ends a micro-batch where the optimizer would step"
 
-# %% ../nbs/core.ipynb #ad37f1a2
+# %% ../nbs/core.ipynb #9a54b006
 @patch
 def _micro_batch(self:WindowCallback, f, ex):
     "What `_with_events` does for a micro-batch"
@@ -189,7 +194,8 @@ def _micro_batch(self:WindowCallback, f, ex):
     win.n_micro += 1; self.counts.n_micro += 1
     win.micro = Micro(count_samples(learn.yb, learn.xb))
     try:
-        with win.hypers.once_more() if win.n_micro>1 else nullcontext(): learn('before_batch')
+        with win.hypers.once_more() if win.n_micro>1 else nullcontext():
+            learn('before_batch')
         f()
         if win.closed: self._cleared(win)
     except AtStep: win.reached = True
@@ -197,7 +203,7 @@ def _micro_batch(self:WindowCallback, f, ex):
         if win.closed: self._leave_gradients(win)
         learn('after_cancel_batch')
 
-# %% ../nbs/core.ipynb #bdb2c6eb
+# %% ../nbs/core.ipynb #831451f0
 @patch
 def _events(self:WindowCallback, f, event_type, ex, final=noop):
     "What `learn._with_events` does during a fit"
@@ -222,7 +228,7 @@ def _around_fit(self:WindowCallback, *args):
     try: return self._replaced.old(*args)
     finally: self._end()
 
-# %% ../nbs/core.ipynb #f879d2db
+# %% ../nbs/core.ipynb #019ca5d8
 @patch
 def _replace(self:WindowCallback):
     if self._replaced is None: self._replaced = Replaced(self.learn, '_with_events', self._events)
@@ -236,7 +242,7 @@ def _end(self:WindowCallback):
         if o is not None: o.restore()
     self.window = self._fit = self._replaced = self._kept = None
 
-# %% ../nbs/core.ipynb #bb53d19c
+# %% ../nbs/core.ipynb #29d8f86b
 def _get_learn(self): return vars(self).get('_learn')
 
 def _set_learn(self, v):
@@ -252,7 +258,7 @@ def _set_learn(self, v):
 
 WindowCallback.learn = property(_get_learn, _set_learn)
 
-# %% ../nbs/core.ipynb #7e9b55bc
+# %% ../nbs/core.ipynb #d01b3d02
 @dataclass
 class Micro:
     "A micro-batch"
@@ -297,18 +303,19 @@ class Fit:
     nominal:Real=None   # The weight of a full window, about: what losses are divided by on their way in
     carried:tuple=(0,0) # Samples and weight of a window whose step was cancelled
 
-# %% ../nbs/core.ipynb #0bfc5ee2
+# %% ../nbs/core.ipynb #6f6e6af6
 @patch(as_prop=True)
 def is_boundary(self:WindowCallback)->bool:
     "Whether the optimizer steps at the end of the micro-batch in flight; never in validation"
     return self.window is not None and self.window.boundary and self.learn.training
 
+# %% ../nbs/core.ipynb #60c9d1f1
 @patch
 def after_pred(self:WindowCallback):
     "Note that the model has run"
     if self.window is not None: self.window.ran = True
 
-# %% ../nbs/core.ipynb #0b8fbe64
+# %% ../nbs/core.ipynb #b79ec74f
 @patch
 def _step(self:WindowCallback, f, ex):
     "What `_with_events` does for the step of a micro-batch"
@@ -330,7 +337,7 @@ def _step_once(self:WindowCallback, win, step):
     win.stepped = True
     counts.n_steps += 1; counts.n_stepped += win.n_samples; counts.n_thrown -= win.n_samples; counts.weight = counts.weight+win.weight
 
-# %% ../nbs/core.ipynb #3b0a5988
+# %% ../nbs/core.ipynb #1a1195b3
 @patch
 def _cleared(self:WindowCallback, win):
     "`zero_grad` has been called"
@@ -352,7 +359,7 @@ def _throw(self:WindowCallback, win):
     if win is not None and win.stepped: self.learn.opt.zero_grad()
     else: self._fit.grads.throw()
 
-# %% ../nbs/core.ipynb #fdc05b2c
+# %% ../nbs/core.ipynb #42312c20
 @patch
 def _step_late(self:WindowCallback, win):
     "Step, without a micro-batch in flight"
@@ -371,7 +378,7 @@ def _step_late(self:WindowCallback, win):
         self._leave_gradients(win)
         learn('after_cancel_batch')
 
-# %% ../nbs/core.ipynb #973960b3
+# %% ../nbs/core.ipynb #10ad51fc
 @patch
 def _average(self:WindowCallback, win):
     "Make the sums of a window means, and `learn.loss` that of the window"
@@ -410,7 +417,7 @@ def _totals(self:WindowCallback, win):
     win.n_all,W,loss = group.sum(win.n_samples, win.weight, win.loss)
     return W,loss
 
-# %% ../nbs/core.ipynb #c0930d57
+# %% ../nbs/core.ipynb #8ecd5eb0
 def _wants_each(cb):
     return vars(cb).get('each_micro_batch', getattr(type(cb), 'each_micro_batch', is_a(cb, 'CollectDataCallback') or is_a(cb, 'HookCallback')))
 
@@ -431,7 +438,7 @@ def _count_metrics(self:WindowCallback, win):
 @patch
 def _gathers_metrics(self:WindowCallback): return getattr(first_of(self.learn, 'Recorder'), 'train_metrics', False)
 
-# %% ../nbs/core.ipynb #d6443b93
+# %% ../nbs/core.ipynb #805779b9
 @patch
 def _after_batch(self:WindowCallback, win):
     "`after_batch`, once a window; if every micro-batch was left out, only the schedule moves"
@@ -447,7 +454,7 @@ def _after_batch(self:WindowCallback, win):
         if gathers: rec.train_metrics = True
     if plan.n_windows is None: learn.pct_train = (learn.epoch+(plan.seen if plan.share is None else plan.share))/learn.n_epoch
 
-# %% ../nbs/core.ipynb #8ef0370a
+# %% ../nbs/core.ipynb #953b1216
 def _progress_bars(learn): return [cb.pbar for cb in learn.cbs.filter(is_a, name='ProgressCallback') if vars(cb).get('pbar') is not None]
 
 @patch
@@ -483,7 +490,7 @@ def _read_loss(self:WindowCallback):
     base = base_loss(f)   # cross-entropy of no targets is NaN, but its gradients are zero; those of other losses are NaN too
     self._can_be_nan = self.weight is not None or not isinstance(base, (nn.CrossEntropyLoss,nn.NLLLoss)) or base.weight is not None
 
-# %% ../nbs/core.ipynb #f347b85c
+# %% ../nbs/core.ipynb #150386d3
 @patch
 def _weigh(self:WindowCallback):
     "The weight of the micro-batch in flight. It stays on a GPU, to avoid waiting for it, unless a weight of 0 has to be noticed: its gradient can be NaN"
@@ -511,7 +518,7 @@ def _expected(self:WindowCallback, w):
     n = self.window.micro.n or 1   # for a weight of 0 any constant is exact
     return (torch.where(w>0, w, n) if isinstance(w, Tensor) else w or n) * self.plan.size * ((self.window.n_of_batch or n)/n)
 
-# %% ../nbs/core.ipynb #0d4b3586
+# %% ../nbs/core.ipynb #02be2029
 @patch
 def _backward(self:WindowCallback, f, ex):
     "The backward pass of the micro-batch in flight, between its events"
@@ -563,7 +570,7 @@ def _gradient_is_in(win, w, total):
     m.counted = True
     win.weight,win.loss,win.n_samples = win.weight+w,win.loss+total,win.n_samples+m.n
 
-# %% ../nbs/core.ipynb #3253fbbb
+# %% ../nbs/core.ipynb #a6d1b021
 @patch
 def _planned(self:WindowCallback):
     "The batches of the loader. The first is drawn before the windows are planned: by then the sampler has chosen"
@@ -597,7 +604,7 @@ def _n_of(self:WindowCallback, b):
     i = getattr(self.learn.dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
     return count_samples(b[i:], b[:i])
 
-# %% ../nbs/core.ipynb #5f0f1ad5
+# %% ../nbs/core.ipynb #5aaf7948
 @patch(as_prop=True)
 def _adds_up(self:WindowCallback):
     "Whether processes add up their samples"
@@ -616,13 +623,18 @@ def _closes(self:WindowCallback, win):
     return self._fills(win, win.n_of_batch) or (plan.ended and not plan.drop_last)
 
 @patch
+def _still_closes(self:WindowCallback, win, part):
+    "Whether it does with the last slice `part` of that batch; another one may have been left out"
+    return self._adds_up or self.plan.ended or self._fills(win, self._n_of(part))
+
+@patch
 def _is_owed(self:WindowCallback, win):
     "Whether there is a step to make though the window is not full: a tail that is kept, or one that other processes make"
     plan,group = self.plan,self.group
     if not group.waits: return not plan.drop_last
     return group.go_along(plan, win, self.n_samples) if plan.n_windows is None else plan.n_done<plan.n_windows
 
-# %% ../nbs/core.ipynb #490b089f
+# %% ../nbs/core.ipynb #87d290ba
 @patch
 def _check_steps(self:WindowCallback):
     plan = self.plan
@@ -693,7 +705,7 @@ def after_fit(self:WindowCallback):
     if self._kept is not None: self._kept.load()
     self._end()
 
-# %% ../nbs/core.ipynb #c3cedcb8
+# %% ../nbs/core.ipynb #feebefb3
 def _check_count(who, name, v):
     if isinstance(v, bool) or not isinstance(v, Integral) or v<1:
         raise ValueError(f"{who}: {name} must be an int of at least 1, got {v!r}")
@@ -757,7 +769,7 @@ def _check_loader(self:WindowCallback, group):
     if group.n==1 and not len(dls.train): raise ValueError(f"{self.who}: the training loader is empty; if it has drop_last=True, the data set is smaller than one batch")
     return dls.train
 
-# %% ../nbs/core.ipynb #1ba0615e
+# %% ../nbs/core.ipynb #75e5a5e8
 @patch
 def __call__(self:WindowCallback, event_name):
     if hasattr(type(self), event_name): return Callback.__call__(self, event_name)   # fastai would look for other events in the model
