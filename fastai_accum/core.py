@@ -20,7 +20,7 @@ from .processes import Alone,InMemory,processes
 from .gradients import Gradients,Hypers
 from .windows import Part,batch_size,plan_epoch
 
-# %% ../nbs/core.ipynb #12f6d8ce
+# %% ../nbs/core.ipynb #b4d5b55b
 @dataclass
 class Counts:
     "What a fit has done so far; `n_samples == n_stepped + n_thrown`, however it ends"
@@ -32,7 +32,7 @@ class Counts:
     n_stepped:int = 0   # Samples that reached a step
     n_thrown:int = 0    # Samples that reached no step: in a tail, a cancelled micro-batch, a skipped step, a fit cut short; until it steps, the open window
 
-# %% ../nbs/core.ipynb #68280728
+# %% ../nbs/core.ipynb #c27b9113
 class WindowCallback(Callback):
     "Train in windows: what `AccumulateStep` and `MicroBatch` share"
     order,run_valid = -math.inf,False
@@ -84,7 +84,7 @@ def accumulate(self:Learner,
     cb = AccumulateStep(n_step, **kwargs)
     return self.remove_cbs(self.cbs.filter(lambda o: is_a(o, 'AccumulateStep'))).add_cb(cb)
 
-# %% ../nbs/core.ipynb #11a20f5f
+# %% ../nbs/core.ipynb #b304d877
 @patch
 def _train(self:WindowCallback, all_batches):
     "Takes the place of `learn.all_batches` in training: one window after another"
@@ -114,7 +114,7 @@ def _train(self:WindowCallback, all_batches):
 
 def _pop(bs): yield bs.pop()
 
-# %% ../nbs/core.ipynb #a8f6f5ea
+# %% ../nbs/core.ipynb #d877526a
 @patch
 def _train_window(self:WindowCallback, i, batches):
     "Run the `i`th window; `False` if the tail was dropped, or the callback removed"
@@ -138,7 +138,7 @@ def _train_window(self:WindowCallback, i, batches):
         raise
     finally: self.window = None
 
-# %% ../nbs/core.ipynb #a8bb2d4f
+# %% ../nbs/core.ipynb #02fe1236
 @patch
 def _gather(self:WindowCallback, i, batches, hypers, ran=False):
     "Send micro-batches through the model until the window is full, or `batches` end"
@@ -166,11 +166,11 @@ def _gather(self:WindowCallback, i, batches, hypers, ran=False):
 
 def _whole(b): yield b,True
 
-# %% ../nbs/core.ipynb #ed16d60d
+# %% ../nbs/core.ipynb #dd8131fe
 def is_a(cb, name): return any(o.__name__==name for o in type(cb).__mro__)
 def first_of(learn, name): return first(learn.cbs, partial(is_a, name=name))
 
-# %% ../nbs/core.ipynb #0988cceb
+# %% ../nbs/core.ipynb #d2f8dcde
 @patch(as_prop=True)
 def _in_charge(self:WindowCallback): return (first_of(self.learn, 'AccumulateStep') or self) is self
 
@@ -183,10 +183,10 @@ def _late(self:WindowCallback):
     cut = self._cutter
     return cut is not None and (cut.coupled or cut.bs=='auto')
 
-# %% ../nbs/core.ipynb #1bdd6088
+# %% ../nbs/core.ipynb #46c7459e
 class AtStep(BaseException): "Ends a micro-batch where the optimizer would step"
 
-# %% ../nbs/core.ipynb #9a54b006
+# %% ../nbs/core.ipynb #3c1125a5
 @patch
 def _micro_batch(self:WindowCallback, f, ex):
     "What `_with_events` does for a micro-batch"
@@ -203,7 +203,7 @@ def _micro_batch(self:WindowCallback, f, ex):
         if win.closed: self._leave_gradients(win)
         learn('after_cancel_batch')
 
-# %% ../nbs/core.ipynb #831451f0
+# %% ../nbs/core.ipynb #e33d0f24
 @patch
 def _events(self:WindowCallback, f, event_type, ex, final=noop):
     "What `learn._with_events` does during a fit"
@@ -228,7 +228,7 @@ def _around_fit(self:WindowCallback, *args):
     try: return self._replaced.old(*args)
     finally: self._end()
 
-# %% ../nbs/core.ipynb #019ca5d8
+# %% ../nbs/core.ipynb #e133ab34
 @patch
 def _replace(self:WindowCallback):
     if self._replaced is None: self._replaced = Replaced(self.learn, '_with_events', self._events)
@@ -242,7 +242,7 @@ def _end(self:WindowCallback):
         if o is not None: o.restore()
     self.window = self._fit = self._replaced = self._kept = None
 
-# %% ../nbs/core.ipynb #29d8f86b
+# %% ../nbs/core.ipynb #175014a6
 def _get_learn(self): return vars(self).get('_learn')
 
 def _set_learn(self, v):
@@ -258,7 +258,7 @@ def _set_learn(self, v):
 
 WindowCallback.learn = property(_get_learn, _set_learn)
 
-# %% ../nbs/core.ipynb #d01b3d02
+# %% ../nbs/core.ipynb #945d142d
 @dataclass
 class Micro:
     "A micro-batch"
@@ -303,19 +303,19 @@ class Fit:
     nominal:Real=None   # The weight of a full window, about: what losses are divided by on their way in
     carried:tuple=(0,0) # Samples and weight of a window whose step was cancelled
 
-# %% ../nbs/core.ipynb #6f6e6af6
+# %% ../nbs/core.ipynb #3c67e54d
 @patch(as_prop=True)
 def is_boundary(self:WindowCallback)->bool:
     "Whether the optimizer steps at the end of the micro-batch in flight; never in validation"
     return self.window is not None and self.window.boundary and self.learn.training
 
-# %% ../nbs/core.ipynb #60c9d1f1
+# %% ../nbs/core.ipynb #327e37fc
 @patch
 def after_pred(self:WindowCallback):
     "Note that the model has run"
     if self.window is not None: self.window.ran = True
 
-# %% ../nbs/core.ipynb #b79ec74f
+# %% ../nbs/core.ipynb #d3473915
 @patch
 def _step(self:WindowCallback, f, ex):
     "What `_with_events` does for the step of a micro-batch"
@@ -337,7 +337,7 @@ def _step_once(self:WindowCallback, win, step):
     win.stepped = True
     counts.n_steps += 1; counts.n_stepped += win.n_samples; counts.n_thrown -= win.n_samples; counts.weight = counts.weight+win.weight
 
-# %% ../nbs/core.ipynb #1a1195b3
+# %% ../nbs/core.ipynb #ba585ee7
 @patch
 def _cleared(self:WindowCallback, win):
     "`zero_grad` has been called"
@@ -359,7 +359,7 @@ def _throw(self:WindowCallback, win):
     if win is not None and win.stepped: self.learn.opt.zero_grad()
     else: self._fit.grads.throw()
 
-# %% ../nbs/core.ipynb #42312c20
+# %% ../nbs/core.ipynb #e275ada3
 @patch
 def _step_late(self:WindowCallback, win):
     "Step, without a micro-batch in flight"
@@ -378,7 +378,7 @@ def _step_late(self:WindowCallback, win):
         self._leave_gradients(win)
         learn('after_cancel_batch')
 
-# %% ../nbs/core.ipynb #10ad51fc
+# %% ../nbs/core.ipynb #3ead741c
 @patch
 def _average(self:WindowCallback, win):
     "Make the sums of a window means, and `learn.loss` that of the window"
@@ -417,7 +417,7 @@ def _totals(self:WindowCallback, win):
     win.n_all,W,loss = group.sum(win.n_samples, win.weight, win.loss)
     return W,loss
 
-# %% ../nbs/core.ipynb #8ecd5eb0
+# %% ../nbs/core.ipynb #a29cb252
 def _wants_each(cb):
     return vars(cb).get('each_micro_batch', getattr(type(cb), 'each_micro_batch', is_a(cb, 'CollectDataCallback') or is_a(cb, 'HookCallback')))
 
@@ -438,7 +438,7 @@ def _count_metrics(self:WindowCallback, win):
 @patch
 def _gathers_metrics(self:WindowCallback): return getattr(first_of(self.learn, 'Recorder'), 'train_metrics', False)
 
-# %% ../nbs/core.ipynb #805779b9
+# %% ../nbs/core.ipynb #25fec87c
 @patch
 def _after_batch(self:WindowCallback, win):
     "`after_batch`, once a window; if every micro-batch was left out, only the schedule moves"
@@ -454,7 +454,7 @@ def _after_batch(self:WindowCallback, win):
         if gathers: rec.train_metrics = True
     if plan.n_windows is None: learn.pct_train = (learn.epoch+(plan.seen if plan.share is None else plan.share))/learn.n_epoch
 
-# %% ../nbs/core.ipynb #953b1216
+# %% ../nbs/core.ipynb #c9495290
 def _progress_bars(learn): return [cb.pbar for cb in learn.cbs.filter(is_a, name='ProgressCallback') if vars(cb).get('pbar') is not None]
 
 @patch
@@ -490,7 +490,7 @@ def _read_loss(self:WindowCallback):
     base = base_loss(f)   # cross-entropy of no targets is NaN, but its gradients are zero; those of other losses are NaN too
     self._can_be_nan = self.weight is not None or not isinstance(base, (nn.CrossEntropyLoss,nn.NLLLoss)) or base.weight is not None
 
-# %% ../nbs/core.ipynb #150386d3
+# %% ../nbs/core.ipynb #c9f7cad7
 @patch
 def _weigh(self:WindowCallback):
     "The weight of the micro-batch in flight. It stays on a GPU, to avoid waiting for it, unless a weight of 0 has to be noticed: its gradient can be NaN"
@@ -518,7 +518,7 @@ def _expected(self:WindowCallback, w):
     n = self.window.micro.n or 1   # for a weight of 0 any constant is exact
     return (torch.where(w>0, w, n) if isinstance(w, Tensor) else w or n) * self.plan.size * ((self.window.n_of_batch or n)/n)
 
-# %% ../nbs/core.ipynb #02be2029
+# %% ../nbs/core.ipynb #9a31c821
 @patch
 def _backward(self:WindowCallback, f, ex):
     "The backward pass of the micro-batch in flight, between its events"
@@ -570,7 +570,7 @@ def _gradient_is_in(win, w, total):
     m.counted = True
     win.weight,win.loss,win.n_samples = win.weight+w,win.loss+total,win.n_samples+m.n
 
-# %% ../nbs/core.ipynb #a6d1b021
+# %% ../nbs/core.ipynb #8627cc12
 @patch
 def _planned(self:WindowCallback):
     "The batches of the loader. The first is drawn before the windows are planned: by then the sampler has chosen"
@@ -604,7 +604,7 @@ def _n_of(self:WindowCallback, b):
     i = getattr(self.learn.dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
     return count_samples(b[i:], b[:i])
 
-# %% ../nbs/core.ipynb #5aaf7948
+# %% ../nbs/core.ipynb #896b510d
 @patch(as_prop=True)
 def _adds_up(self:WindowCallback):
     "Whether processes add up their samples"
@@ -634,7 +634,7 @@ def _is_owed(self:WindowCallback, win):
     if not group.waits: return not plan.drop_last
     return group.go_along(plan, win, self.n_samples) if plan.n_windows is None else plan.n_done<plan.n_windows
 
-# %% ../nbs/core.ipynb #87d290ba
+# %% ../nbs/core.ipynb #1b0761cc
 @patch
 def _check_steps(self:WindowCallback):
     plan = self.plan
@@ -705,7 +705,7 @@ def after_fit(self:WindowCallback):
     if self._kept is not None: self._kept.load()
     self._end()
 
-# %% ../nbs/core.ipynb #feebefb3
+# %% ../nbs/core.ipynb #7652a5fe
 def _check_count(who, name, v):
     if isinstance(v, bool) or not isinstance(v, Integral) or v<1:
         raise ValueError(f"{who}: {name} must be an int of at least 1, got {v!r}")
@@ -769,7 +769,7 @@ def _check_loader(self:WindowCallback, group):
     if group.n==1 and not len(dls.train): raise ValueError(f"{self.who}: the training loader is empty; if it has drop_last=True, the data set is smaller than one batch")
     return dls.train
 
-# %% ../nbs/core.ipynb #75e5a5e8
+# %% ../nbs/core.ipynb #1f91e2c6
 @patch
 def __call__(self:WindowCallback, event_name):
     if hasattr(type(self), event_name): return Callback.__call__(self, event_name)   # fastai would look for other events in the model
