@@ -17,6 +17,8 @@ from fastai_accum.batchnorm import *
 from fastai_accum.clip import *
 from fastai_accum.skip import *
 from fastai_accum.precision import *
+from fastai_accum.checkpointing import GradientCheckpointing
+from fastai_accum.offload import OffloadActivations
 
 # %% ../nbs/index.ipynb #f21b2315
-__all__ = ['loss_weight', *core.__all__, *patch.__all__, *microbatch.__all__, *batchnorm.__all__, *clip.__all__, *skip.__all__, *precision.__all__]
+__all__ = ['loss_weight', *core.__all__, *patch.__all__, *microbatch.__all__, *batchnorm.__all__, *clip.__all__, *skip.__all__, *precision.__all__, 'GradientCheckpointing', 'OffloadActivations']

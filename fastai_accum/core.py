@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from numbers import Integral,Real
 from fastai.basics import *
+from torch.nn.modules.batchnorm import _BatchNorm
 from .replace import Replaced
 from .loss import base_loss,count_samples,loss_reduction,loss_weight,sums_by_nature
 from .processes import Alone,InMemory,processes
@@ -95,6 +96,7 @@ def _train(self:WindowCallback, all_batches):
     try:
         with self.group.explained(), self._bars():
             batches,i = self._planned(),0
+            self._note_batch_norm()
             for b in batches:
                 if self.plan.is_over:   # the tail is dropped: drawn, and shown to nobody
                     self._move_bars()
@@ -181,7 +183,7 @@ def _cutter(self:WindowCallback): return first_of(self.learn, 'MicroBatch')
 def _late(self:WindowCallback):
     "Whether processes synchronise after all backward passes of a window, and not in the last one"
     cut = self._cutter
-    return cut is not None and (cut.coupled or cut.bs=='auto')
+    return cut is not None and (cut.shows_whole or cut.bs=='auto')
 
 # %% ../nbs/core.ipynb #46c7459e
 class AtStep(BaseException): "Ends a micro-batch where the optimizer would step"
@@ -727,6 +729,8 @@ def _refuse_unknown(cls, kwargs):
         raise TypeError(f"{cls.__name__}: there is no argument {k!r}. {hint}The arguments are {', '.join(args)}")
 
 # %% ../nbs/core.ipynb #83b84c48
+_said = set()   # in this session
+
 @patch
 def _warn_once(self:WindowCallback, about, msg):
     warned = vars(self).setdefault('_warned', set())
@@ -760,6 +764,17 @@ def _check_model(self:WindowCallback):
     if any((f.get_compiler_config() or {}).get('triton.cudagraphs') for f in compiled) and _is_remote(next(self.learn.model.parameters())):
         self._warn_once('graphs', "the model is compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'), which may overwrite gradients between micro-batches "
                                   "(PyTorch's issues 96693 and 169545); compile with mode='default' or 'max-autotune-no-cudagraphs'")
+
+@patch
+def _note_batch_norm(self:WindowCallback):
+    "Say once a session what ordinary batch norm sees; by now callbacks have put into evaluation what they want there"
+    cut = self._cutter
+    if 'batch norm' in _said or rank_distrib() or (cut.exact if cut else self.n_step==1): return
+    if not any(isinstance(m, _BatchNorm) and m.training for m in self.learn.model.modules()): return
+    _said.add('batch norm')
+    warnings.warn(f"{self.who}: the model has batch norm, whose statistics are those of each micro-batch, and not of the large batch. Two ways out: "
+        "load the large batch and use MicroBatch(bs, exact=True), which is exact; or train without these statistics, with BatchNormEval() or to_group_norm(model). "
+        "This is said once", stacklevel=2)
 
 @patch
 def _check_loader(self:WindowCallback, group):

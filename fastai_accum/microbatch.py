@@ -14,7 +14,7 @@ from fastai.basics import *
 from .core import WindowCallback,_check_weight,_refuse_unknown,first_of,is_a
 from .replace import Replaced
 from .processes import processes
-from .rewind import Hidden,WindowState,is_out_of_memory
+from .rewind import Buffers,Hidden,RandomState,WindowState,accelerators,is_out_of_memory
 from .slices import leaves,n_rows,slices
 from .wholebatch import whole_batch
 from .windows import batch_size
@@ -24,9 +24,11 @@ class MicroBatch(WindowCallback):
     "Cut each batch into slices of `bs` samples: the same training as with the whole batch, in the memory of a slice"
     name,who = 'micro_batches','MicroBatch'   # `learn.micro_batch` is the method
     run_valid = True
+    _rehearsed,_stateattrs = None,WindowCallback._stateattrs+('_rehearsed',)   # what rehearsals have found in this fit, for `exact`
     def __init__(self,
         bs:int|str='auto', # Samples in a slice; 'auto' starts with the whole batch, and halves the slice when memory runs out
         coupled:bool=False, # Show callbacks and the loss the whole batch; only the model runs slice by slice, twice
+        exact:bool=False, # The same, with the batch norm and the dropout of the whole batch too
         valid:bool=True, # Run the model slice by slice in validation and prediction too
         split:Callable|None=None, # `(batch, bs) -> slices` in the order of the samples, for batches whose samples are not along the first dimension
         weight:Callable|None=None, # `(pred, *yb) -> float`, what the mean of the loss divides by, for a loss that `loss_weight` does not know
@@ -37,7 +39,7 @@ class MicroBatch(WindowCallback):
             if isinstance(bs, bool) or not isinstance(bs, Integral) or bs<1:
                 raise ValueError(f"MicroBatch: bs must be an int of at least 1, or 'auto', got {bs!r}")
             bs = int(bs)
-        for k,v in dict(coupled=coupled, valid=valid).items():
+        for k,v in dict(coupled=coupled, exact=exact, valid=valid).items():
             if not isinstance(v, bool): raise ValueError(f"MicroBatch: {k} must be True or False, got {v!r}")
         if split is not None and not callable(split): raise ValueError(f"MicroBatch: split must be a function (batch, bs) -> slices, got {split!r}")
         _check_weight(self.who, weight)
@@ -46,6 +48,7 @@ class MicroBatch(WindowCallback):
         self._failed      = []        # the batches that did not fit, by shape; remembered in the next fit too
         self._n_told      = 0         # how many of those have been said
         self._shapes      = None      # the shapes of a sample of the last batch
+        self._has_said    = False     # whether `exact` has said which way it goes
         self._checked     = False     # whether `split` was checked in this fit
         self._is_recorded = False     # whether callbacks record the batch of validation in flight
 
@@ -67,7 +70,7 @@ def _check(self:MicroBatch):
     learn = self.learn
     if self.weight is not None and first_of(learn, 'AccumulateStep'):
         raise ValueError("MicroBatch: weight has no effect beside an AccumulateStep; give it to that one")
-    self._checked,bs = False,batch_size(getattr(learn.dls, 'train', None))
+    self._checked,self._rehearsed,bs = False,{} if self.exact else None,batch_size(getattr(learn.dls, 'train', None))
     if self.bs!='auto' and bs and self.bs>bs:
         self._warn_once('size', f"bs={self.bs} is above the batch size {bs} of the loader, so no batch is cut; "
                                 "to step on more samples than a batch has, take AccumulateStep")
@@ -81,19 +84,37 @@ def parts(self:MicroBatch, b):
     "The slices of batch `b`, each with whether it is the last"
     learn,b = self.learn,self.learn._set_device(b)
     self._shapes = self._shape(b)
-    if self.coupled:
-        with whole_batch(learn, self._cut_inputs): yield b,True
-        return
+    if self.shows_whole:
+        was = [RandomState(accelerators(learn.model)),Buffers(learn.model)] if self.exact else []
+        try:
+            with whole_batch(learn, self._cut_inputs, self._rehearsed): yield b,True
+        except GeneratorExit:   # something has failed; before the step, the batch leaves nothing
+            win = (first_of(learn, 'AccumulateStep') or self).window
+            for o in was if win is not None and not win.closed else (): o.restore()
+            raise
+        return self._say()
     parts,state = self._cut(b),Hidden(learn.model)
     sizes = [self._n_of(o) for o in parts]
     for k,part in enumerate(parts):
         with state.rows(sum(sizes[:k]), sizes[k], sum(sizes)): yield part,k==len(parts)-1
 
+@patch(as_prop=True)
+def shows_whole(self:MicroBatch):
+    "Whether callbacks and the loss see the whole batch in training"
+    return self.coupled or self.exact
+
 @patch
-def _cut_inputs(self:MicroBatch, xb, yb):
+def _say(self:MicroBatch):
+    "Say once which way the slices go"
+    if self._has_said or not self._rehearsed: return
+    self._has_said,n = True,len(last(self._rehearsed.values()).norms)
+    if not rank_distrib(): print(f"MicroBatch: exact=True, {f'and the slices meet at {n} batch norms' if n else 'without batch norm: each slice runs twice'}")
+
+@patch
+def _cut_inputs(self:MicroBatch, xb, yb, bs=None):
     "The slices of a batch whose inputs are `xb`, and the samples in each"
-    if self.split is None: parts = self._cut(xb); return parts,[n_rows(o) for o in parts]
-    parts = self._cut((*xb, *yb))
+    if self.split is None: parts = self._cut(xb, bs); return parts,[n_rows(o) for o in parts]
+    parts = self._cut((*xb, *yb), bs)
     return parts,[self._n_of(o) for o in parts] if yb else None
 
 # %% ../nbs/microbatch.ipynb #9bea05d0
@@ -120,9 +141,9 @@ def _size(self:MicroBatch, b):
 def _kind(o): return f'{type(o).__name__} of {len(o)}' if isinstance(o, (list,tuple)) else type(o).__name__
 
 @patch
-def _cut(self:MicroBatch, b):
-    "The slices of `b`"
-    self.size = bs = self._size(b)
+def _cut(self:MicroBatch, b, bs=None):
+    "The slices of `b`, of `bs` samples if that is given"
+    if bs is None: self.size = bs = self._size(b)
     if self.split is None: return slices(b, bs)
     res = self.split(b, bs)
     bad = [o for o in res if not isinstance(o, (list,tuple)) or len(o)!=len(b)] if isinstance(res, (list,tuple)) and len(res) else [res]
@@ -163,8 +184,8 @@ def before_train(self:MicroBatch):
     "Refuse what could not be gone back from"
     group = processes(self.learn.model, self.who)
     if group.n>1 and not group.waits and self._late:
-        raise ValueError("MicroBatch: a model in fully_shard synchronises in its backward passes, of which coupled=True and bs='auto' make others; "
-            "give bs, without coupled")
+        raise ValueError("MicroBatch: a model in fully_shard synchronises in its backward passes, of which coupled=True, exact=True and bs='auto' make others; "
+            "give bs, without coupled and exact")
 
 # %% ../nbs/microbatch.ipynb #1d71c426
 @patch
@@ -188,7 +209,7 @@ def _one_batch(self:MicroBatch, one_batch, i, b):
         while True:
             self._is_recorded = False
             try:
-                with whole_batch(self.learn, self._cut_inputs): one_batch(i, b)
+                with whole_batch(self.learn, self._cut_inputs, self._rehearsed): one_batch(i, b)
                 break
             except Exception as e:
                 if not tries or not is_out_of_memory(e) or self._is_recorded: raise   # in a metric
@@ -242,7 +263,7 @@ def _shrink(self:MicroBatch, b, err, versions, group=None):
         raise RuntimeError(f"MicroBatch: memory runs out even with one sample at a time; tried slices of "
             f"{', '.join(map(str, [*tried,1]))} of {self._n_of(b)} samples "
                            f"of shape {self._shape(b)[0]}. Take smaller samples, a smaller model, or gradient checkpointing"
-                           + ("; or a smaller batch, if it is the loss that runs out, which coupled=True shows all of it" if self.coupled else "")) from err
+                           + ("; or a smaller batch, if it is the loss that runs out, which is shown all of it" if self.shows_whole else "")) from err
     self._failed.append((self.learn.training, self._shape(b), rows))
 
 @patch

@@ -390,6 +390,25 @@ cases.update(
     auto_valid   = Cut([4]*8, cbs=lambda: MicroBatch(), model=FullInValidation),
 )
 
+def normed():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6,8,bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(.2), nn.Linear(8,3)).double()
+
+class Exact(Case):
+    "Each process's batch norm and dropout see its own whole batches, in slices or not"
+    def several(self, rank, world):
+        def one(*cbs):
+            set_seed(rank)
+            return train(self.dls(cut(world, self.sizes)[rank]), DDP(normed()), [AccumulateStep(2), *cbs])
+        a,b = one(MicroBatch(3, exact=True)),one()
+        assert_same(a, b)
+        return super().several(rank, world)
+
+cases.update(
+    exact        = Exact([8]*4),
+    exact_uneven = Exact([[8,5,8], [4,7,4], [2,4,8]]),
+)
+
 def whole(o):
     "Tensors of which each process has a part, put together"
     if isinstance(o, DTensor): return o.full_tensor()

@@ -1,11 +1,12 @@
 "Group norm in place of batch norm, and running statistics that count steps: every kind of batch norm, in models as people have them"
-import pickle
+import pickle,warnings
 from copy import deepcopy
 import pytest
 import fastcore.test as fct
 from torchvision.models.resnet import BasicBlock,ResNet
 from harness import *
 from fastai_accum.batchnorm import *
+from fastai_accum.microbatch import *
 
 kinds = {nn.BatchNorm1d:(4,16), nn.BatchNorm2d:(4,16,3,5), nn.BatchNorm3d:(4,16,2,3,2), nn.SyncBatchNorm:(4,16,3,5)}
 def norms(model, cls): return [m for m in model.modules() if isinstance(m, cls)]
@@ -110,3 +111,25 @@ def test_batch_norm_eval():
     a.remove_cb(BatchNormEval)
     a.fit(1)
     assert rel(a.model.bn1.running_mean, old[0])[0]>1e-3
+
+# ---- the note
+
+def _notes(cbs=None, model=None, n=1, monkeypatch=None):
+    from fastai_accum import core
+    monkeypatch.setattr(core, '_said', set())
+    with warnings.catch_warnings(record=True) as rec:
+        warnings.simplefilter('always')
+        for _ in range(n):
+            m = nn.Sequential(nn.Linear(6,8), nn.BatchNorm1d(8), nn.Linear(8,3)).double() if model is None else model()
+            make_learner(make_dls(24, 4), m, cbs=cbs and cbs(), splitter=params).fit(1)
+    return [str(o.message) for o in rec if 'batch norm' in str(o.message)]
+
+def test_the_note_comes_once_a_session(monkeypatch):
+    for cbs in (lambda: AccumulateStep(2)),(lambda: MicroBatch(2)),(lambda: MicroBatch(2, coupled=True)):
+        msgs = _notes(cbs, n=3, monkeypatch=monkeypatch)
+        assert len(msgs)==1 and 'MicroBatch(bs, exact=True)' in msgs[0] and 'BatchNormEval' in msgs[0]
+
+def test_the_note_does_not_come(monkeypatch):
+    for cbs in None,(lambda: AccumulateStep(1)),(lambda: [AccumulateStep(2),BatchNormEval()]),(lambda: MicroBatch(2, exact=True)),(lambda: [AccumulateStep(2),MicroBatch(2, exact=True)]):
+        assert not _notes(cbs, monkeypatch=monkeypatch)
+    assert not _notes(lambda: AccumulateStep(2), small_model, monkeypatch=monkeypatch)

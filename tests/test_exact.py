@@ -1,0 +1,450 @@
+"""`MicroBatch(exact=True)`: batch norm, dropout and every other draw are the whole batch's.
+
+Everything is float64 and compared with the large batch, the state of the random generators included. A deep network with batch norm amplifies rounding: the
+large batch itself, run on another number of threads, ends 1e-12 away at a learning rate of 1e-3. So deep networks train at 1e-5 here, with the same bound."""
+import gc,pickle,threading
+from itertools import chain
+import pytest
+from harness import *
+from fastai.text.models import *
+from fastai.vision.all import create_body,create_unet_model,create_vision_model,resnet18,xresnet18,MixUp,CutMix,Lookahead
+from fastai.tabular.model import TabularModel
+from fastai_accum.all import *
+from fastai_accum.replace import Replaced
+from test_with_precision import HALF,OnCpu
+from torch.nn import functional as F
+from torchvision.ops import stochastic_depth
+
+pytestmark = pytest.mark.skipif(not hasattr(torch, 'get_autocast_dtype'), reason='exact=True needs PyTorch 2.4')
+
+def train(model, x, y, cbs=None, bs=None, lr=1e-3, epochs=2, drop_last=False, loss_func=None, fit='fit_one_cycle', **kwargs):
+    "A fit of a copy of `model`, and the state of the generators after it"
+    set_seed(0)
+    bs = bs or 2*len(y)//5   # two whole batches and a smaller one
+    dls = make_dls(len(y), bs, y=y, x=x, drop_last=drop_last, valid_bs=bs)
+    learn = make_learner(dls, (deepcopy(model) if isinstance(model, nn.Module) else model()).double(), loss_func, partial(SGD, mom=.9), cbs, lr=lr, splitter=kwargs.pop('splitter', params), **kwargs)
+    set_seed(1)
+    getattr(learn, fit)(epochs, lr)
+    learn.rng = torch.get_rng_state(),random.getstate(),np.random.get_state()[1].tolist(),np.random.get_state()[2]
+    return learn
+
+def same(model, x, y, n=3, tol=TOL, but=(), **kwargs):
+    "Whether slices of `n` samples train as the whole batch"
+    a,b = train(model, x, y, **kwargs),train(model, x, y, **{**kwargs, 'cbs':L(kwargs.get('cbs')) + MicroBatch(n, exact=True)})
+    assert_same(b, a, tol, but)
+    assert torch.equal(a.rng[0], b.rng[0]) and a.rng[1:]==b.rng[1:], 'the generators end elsewhere'
+    left_alone(b.model)
+    return b
+
+def left_alone(model):
+    assert threading.active_count()==1 or not [t for t in threading.enumerate() if 'copy_context' in repr(t) or t.name.startswith('Thread-') and t.daemon], threading.enumerate()
+    assert not [n for n,m in model.named_modules() if any(isinstance(v, Replaced) for v in vars(m).values())]
+
+images = torch.randn(20,3,32,32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+large  = torch.randn(20,3,64,64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+labels = classes(20)
+
+class Fn(nn.Module):
+    "A model around a function of the features of a batch and the module `m`"
+    def __init__(self, f, *ms, d=6, h=8): super().__init__(); self.f,self.ms,self.inp,self.head = f,nn.ModuleList(ms),nn.Linear(d,h,bias=False),nn.Linear(h,3)
+    def forward(self, x): return self.head(self.f(self.inp(x), *self.ms))
+
+def flat(f, *ms, **kwargs): torch.manual_seed(2); return Fn(f, *ms, **kwargs)
+X,Y = features(20),classes(20)
+X2,Y2 = features(40),classes(40)   # enough of them for two norms, one after the other
+
+# ---- batch norm
+
+def conv(bn, nd=2):
+    torch.manual_seed(2)
+    C = (nn.Conv1d,nn.Conv2d,nn.Conv3d)[nd-1]
+    return nn.Sequential(C(2,4,3,bias=False), bn, nn.ReLU(), nn.Flatten(), nn.Linear(4*2**nd, 3))
+
+@pytest.mark.parametrize('bs', [1,3,5,7])
+def test_slices_of_any_size(bs): same(conv(nn.BatchNorm2d(4)), torch.randn(20,2,4,4).double(), labels, bs)
+
+@pytest.mark.parametrize('nd', [1,2,3])
+@pytest.mark.parametrize('kw', [{}, dict(momentum=None), dict(affine=False), dict(track_running_stats=False), dict(affine=False, track_running_stats=False), dict(eps=.1, momentum=.7)],
+    ids=str)
+def test_norms(nd, kw):
+    torch.manual_seed(0)
+    same(conv((nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d)[nd-1](4, **kw), nd), torch.randn(20,2,*[4]*nd).double(), labels)
+
+def test_a_norm_of_features(): same(flat(lambda h, bn: bn(h).relu(), nn.BatchNorm1d(8)), X, Y)
+
+def test_a_norm_used_twice(): same(flat(lambda h, bn: bn(bn(h).relu()+h), nn.BatchNorm1d(8, momentum=None)), X, Y)
+
+def test_a_norm_at_the_input(): same(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6,3)), X, Y)
+
+def test_functional(): same(flat(lambda h: F.batch_norm(h, None, None, training=True)), X, Y)
+
+def test_torch_batch_norm(): same(flat(lambda h: torch.batch_norm(h, None, None, None, None, True, .1, 1e-5, False)), X, Y)
+
+def test_a_norm_with_a_forward_of_its_own():
+    class Act(nn.BatchNorm1d):
+        def forward(self, x):
+            self.num_batches_tracked.add_(1)
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, True, self.momentum, self.eps).tanh()
+    same(flat(lambda h, bn: bn(h), Act(8)), X, Y)
+
+def test_a_norm_whose_output_is_not_used(): same(flat(lambda h, bn: (bn(h), h)[1], nn.BatchNorm1d(8)), X, Y)
+
+def test_skip_connections(): same(flat(lambda h, a, b, c: c((h+b(a(h).tanh())).tanh())+h, nn.BatchNorm1d(8), nn.BatchNorm1d(8), nn.BatchNorm1d(8)), X2, Y2)
+
+def test_instance_norm_and_group_norm_pass(): same(conv(nn.Sequential(nn.InstanceNorm2d(4), nn.GroupNorm(2,4), nn.Tanh(), nn.BatchNorm2d(4))), torch.randn(20,2,4,4).double(), labels)
+
+def test_a_last_batch_that_is_kept_or_dropped():
+    for drop_last in True,False: same(flat(lambda h, bn: bn(h), nn.BatchNorm1d(8)), X, Y, drop_last=drop_last)
+
+def test_a_last_batch_of_two(): same(flat(lambda h, bn: bn(h), nn.BatchNorm1d(8)), X[:18], Y[:18], 1, bs=8)
+
+@pytest.mark.parametrize('train_bn', [True,False])
+def test_a_frozen_group(train_bn):
+    m = nn.Sequential(nn.Sequential(nn.Linear(6,8,bias=False), nn.BatchNorm1d(8)), nn.Sequential(nn.Tanh(), nn.Linear(8,8,bias=False), nn.BatchNorm1d(8), nn.Linear(8,3)))
+    class FreezeFirst(Callback):
+        order = -5
+        def before_fit(self): self.learn.freeze()
+    same(m, X, Y, cbs=FreezeFirst(), splitter=lambda m: [params(m[0]),params(m[1])], train_bn=train_bn)
+
+def test_norms_in_evaluation_need_no_lockstep(capsys):
+    same(flat(lambda h, bn: bn(h), nn.BatchNorm1d(8)), X, Y, cbs=BatchNormEval())
+    assert 'without batch norm' in capsys.readouterr().out
+
+def test_one_sample_is_refused_as_without():
+    with pytest.raises(ValueError, match='more than 1 value per channel'): train(flat(lambda h, bn: bn(h), nn.BatchNorm1d(8)), X[:17], Y[:17], bs=8)
+    with pytest.raises(ValueError, match='more than 1 value per channel'): train(flat(lambda h, bn: bn(h), nn.BatchNorm1d(8)), X[:17], Y[:17], bs=8, cbs=MicroBatch(3, exact=True))
+
+# ---- draws
+
+def rows_first(x, *ms): return x+torch.rand(len(x), 8).double()
+class Hand(nn.Module):
+    "Stochastic depth as timm writes it"
+    def forward(self, x): return x*x.new_empty((len(x),)+(1,)*(x.ndim-1)).bernoulli_(.5) if self.training else x
+
+draws = dict(
+    dropout      = lambda: flat(lambda h, d: d(h), nn.Dropout(.3)),
+    inplace      = lambda: flat(lambda h, d: d(h*2), nn.Dropout(.3, inplace=True)),
+    functional   = lambda: flat(lambda h: F.dropout(h, .3)),
+    dropout1d    = lambda: flat(lambda h, d: d(h[:,:,None]).squeeze(2), nn.Dropout1d(.3)),
+    dropout2d    = lambda: flat(lambda h, d: d(h[:,:,None,None]).flatten(1), nn.Dropout2d(.3)),
+    dropout3d    = lambda: flat(lambda h, d: d(h[:,:,None,None,None]).flatten(1), nn.Dropout3d(.3)),
+    alpha        = lambda: flat(lambda h, d, e: e(d(h)), nn.AlphaDropout(.3), nn.FeatureAlphaDropout(.3)),
+    rnn          = lambda: flat(lambda h, d: d(h[:,None].repeat(1,4,1)).sum(1), RNNDropout(.3)),
+    weight       = lambda: flat(lambda h, d: d(h[:,None])[0][:,0], WeightDropout(nn.LSTM(8,8,batch_first=True), .5)),
+    by_hand      = lambda: flat(rows_first),
+    once         = lambda: flat(lambda h: h*(1+torch.rand(1).double())),
+    like         = lambda: flat(lambda h: h+torch.randn_like(h)+torch.rand_like(h)),
+    probability  = lambda: flat(lambda h: h*torch.bernoulli(h.sigmoid().detach())),
+    normal       = lambda: flat(lambda h: h+torch.normal(h.detach(), 1.)),
+    randint      = lambda: flat(lambda h: h*torch.randint(0, 3, h.shape)),
+    row_depth    = lambda: flat(lambda h: stochastic_depth(h, .5, 'row')),
+    batch_depth  = lambda: flat(lambda h: stochastic_depth(h, .5, 'batch')),
+    timm_depth   = lambda: flat(lambda h, d: d(h), Hand()),
+    second       = lambda: flat(lambda h: F.dropout(h.t(), .3).t()),
+    heads        = lambda: flat(lambda h: F.dropout(h.view(-1,4,2).flatten(0,1), .3).view(-1,8)),
+    python       = lambda: flat(lambda h: h*(2 if random.random()<.5 else 1)*(1+np.random.rand())),
+    own          = lambda: flat(lambda h, g=torch.Generator().manual_seed(3): h+torch.rand(len(h), 1, generator=g).double()),
+    attention    = lambda: flat(lambda h, a: a(*[h.view(-1,2,4)]*3)[0].flatten(1), nn.MultiheadAttention(4, 2, dropout=.3, batch_first=True)),
+    attention_t  = lambda: flat(lambda h, a: a(*[h.view(-1,2,4).transpose(0,1)]*3)[0].transpose(0,1).flatten(1), nn.MultiheadAttention(4, 2, dropout=.3)),
+    scaled       = lambda: flat(lambda h: F.scaled_dot_product_attention(*[h.view(-1,1,2,4)]*3, dropout_p=.3).flatten(1)))
+
+@pytest.mark.parametrize('bs', [1,3])
+@pytest.mark.parametrize('norm', [False,True], ids=['alone','between norms'])
+@pytest.mark.parametrize('k', draws)
+def test_draws(k, norm, bs):
+    def make():
+        m = draws[k]()
+        if norm: m.inp,m.head = nn.Sequential(m.inp, nn.BatchNorm1d(8), nn.Tanh()),nn.Sequential(nn.Tanh(), nn.BatchNorm1d(8), nn.Dropout(.2), m.head)
+        if k=='own': m.f.__defaults__[0].manual_seed(3)
+        return m
+    same(make, X2, Y2, 2*bs-1)
+
+def test_the_masks_are_filled_in_the_order_of_memory():
+    class Last(nn.Module):
+        def forward(self, x): return F.dropout(x.to(memory_format=torch.channels_last), .3)
+    same(conv(nn.Sequential(Last(), nn.BatchNorm2d(4), Last())), torch.randn(20,2,4,4).double(), labels)
+
+# ---- what is refused, before any weight moves
+
+class Center(nn.Module):
+    def forward(self, x): return x-x.mean(0)
+
+class Odd(nn.Module):
+    "A batch norm for large slices only"
+    def __init__(self): super().__init__(); self.bn = nn.BatchNorm1d(8)
+    def forward(self, x): return self.bn(x) if x[0,0]>0 else x
+
+refused = dict(
+    mean     = (lambda: flat(lambda h, c: c(h), Center()), "Center 'ms.0'"),
+    mean_of_a_function = (lambda: flat(lambda h: h-h.mean(0)), 'depends on the other samples'),
+    spectral = (lambda: flat(lambda h, l: l(h), nn.utils.spectral_norm(nn.Linear(8,8))), 'buffer'),
+    spectral_parametrized = (lambda: flat(lambda h, l: l(h), nn.utils.parametrizations.spectral_norm(nn.Linear(8,8))), 'buffer'),
+    instance = (lambda: conv(nn.InstanceNorm2d(4, track_running_stats=True)), 'buffer'),
+    shuffle  = (lambda: flat(lambda h: h+h[torch.randperm(len(h))]), 'randperm'),
+    two_dims = (lambda: flat(lambda h: h*torch.rand(len(h),len(h)).double().sum(1,keepdim=True)), 'which dimension'),
+    poisson  = (lambda: flat(lambda h: h+torch.poisson(h.detach().abs())), 'poisson'),
+    rrelu    = (lambda: flat(lambda h, r: r(h), nn.RReLU()), 'rrelu'),
+    scripted = (lambda: nn.Sequential(torch.jit.script(nn.Linear(6,3).double())), 'torch.jit'),
+    compiled = (lambda: flat(lambda h, l: l(h), torch.compile(nn.Linear(8,8))), 'torch.compile'),
+    checkpointed = (lambda: flat(lambda h, l: torch.utils.checkpoint.checkpoint(l, h, use_reentrant=False), nn.Sequential(nn.Linear(8,8), nn.BatchNorm1d(8))), 'checkpoints'),
+    checkpointed_draws = (lambda: flat(lambda h, l: torch.utils.checkpoint.checkpoint(l, h, use_reentrant=True), nn.Sequential(nn.Linear(8,8), nn.Dropout())), 'checkpoints'))
+
+@pytest.mark.parametrize('k', refused)
+@pytest.mark.filterwarnings('ignore')
+def test_refused(k):
+    make,msg = refused[k]
+    m = make().double()
+    learn = make_learner(make_dls(20, 8, y=labels, x=torch.randn(20,2,4,4).double() if k=='instance' else X), m, cbs=MicroBatch(3, exact=True), splitter=params)
+    before = [o.clone() for o in chain(m.parameters(), m.buffers())]
+    state = torch.get_rng_state()
+    class State(Callback):
+        def before_batch(self): state.copy_(torch.get_rng_state())
+    learn.add_cb(State)
+    with pytest.raises(ValueError, match=msg): learn.fit(1)
+    assert all(torch.equal(a, b) for a,b in zip(before, chain(m.parameters(), m.buffers())))
+    assert torch.equal(state, torch.get_rng_state())
+    left_alone(m)
+
+def test_ways_that_differ():
+    torch.manual_seed(0)
+    learn = make_learner(make_dls(20, 8, y=Y), nn.Sequential(nn.Linear(6,6), Odd(), nn.Linear(6,3)).double(), cbs=MicroBatch(3, exact=True), splitter=params)
+    learn.model[1].bn = nn.BatchNorm1d(6).double()
+    with pytest.raises((RuntimeError,ValueError), match="take different ways.*'?1.bn|batch norms"): learn.fit(1)
+    left_alone(learn.model)
+
+# ---- fastai's models
+
+deep = 'step.grads',   # some are as small as the rounding; weights, buffers, the optimizer's state and what is recorded are compared
+
+def body(): torch.manual_seed(3); return create_vision_model(resnet18, 3, pretrained=False)
+
+@pytest.mark.parametrize('bs', [6,1])
+def test_resnet(bs): same(body, large[:16], labels[:16], bs, bs=8, lr=1e-5, but=deep)
+
+def test_xresnet(): torch.manual_seed(3); same(xresnet18(n_out=3, p=.2), large[:16], labels[:16], bs=8, lr=1e-5, but=deep)
+
+def test_unet():
+    def make(): torch.manual_seed(3); return create_unet_model(resnet18, 2, (32,32), pretrained=False)
+    y = torch.randint(0, 2, (8,32,32), generator=torch.Generator().manual_seed(0))
+    same(make, images[:8], y, bs=8, lr=1e-4, epochs=1, loss_func=nn.CrossEntropyLoss())
+
+class Tabular(nn.Module):
+    "Takes a row of two categories and four numbers"
+    def __init__(self): super().__init__(); torch.manual_seed(3); self.m = TabularModel([(3,4),(5,3)], 4, 3, [10,8], ps=.2, embed_p=.3, bn_final=True)
+    def forward(self, x): return self.m(x[:,:2].round().abs().long()%3, x[:,2:])
+
+def test_tabular(): same(Tabular(), X2, Y2, 7, bs=16)
+
+def test_tabular_with_two_inputs():
+    class Cut(Callback):
+        order = -50
+        def before_batch(self): x, = self.xb; self.learn.xb = x[:,:2].abs().long()%3,x[:,2:]
+    same(Tabular().m, X2, Y2, 7, bs=16, cbs=Cut())
+
+def encoder(batch_first):
+    torch.manual_seed(3)
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=.2, batch_first=batch_first), 2, enable_nested_tensor=False)
+
+def test_transformer():
+    same(flat(lambda h, e: e(h.view(-1,2,8)).flatten(1), encoder(True), d=6, h=16), X, Y)
+    same(flat(lambda h, e: e(h.view(-1,2,8).transpose(0,1)).transpose(0,1).flatten(1), encoder(False), d=6, h=16), X, Y)
+
+def words(n=20, t=12): return torch.randint(2, 30, (n,t), generator=torch.Generator().manual_seed(0))
+awd = dict(emb_sz=6, n_hid=8, n_layers=2, pad_token=1, bidir=False, hidden_p=.2, input_p=.3, embed_p=.1, weight_p=.3)
+
+def test_awd_lstm_classifier():
+    class Pred(Callback):
+        def after_pred(self): self.learn.pred = self.pred[0]
+    def make(): torch.manual_seed(3); return get_text_classifier(AWD_LSTM, 30, 3, seq_len=5, config={**awd, 'output_p':.4}, lin_ftrs=[7], ps=[.1])
+    for n in 3,1: same(make, words(), Y, n, cbs=[ModelResetter(),Pred()])
+
+def test_awd_lstm():
+    class Pred(Callback):
+        def after_pred(self): self.learn.pred = self.pred[0].flatten(0,1)
+        def before_batch(self): self.learn.yb = self.xb[0].flatten(),
+    def make(): torch.manual_seed(3); return get_language_model(AWD_LSTM, 30, config={**awd, 'output_p':.4, 'tie_weights':True, 'out_bias':True})
+    same(make, words(), Y, cbs=[ModelResetter(),Pred()], drop_last=True)
+
+@pytest.mark.parametrize('name', ['resnet18','convnext_atto','regnetx_002','vit_tiny_patch16_224'])
+def test_timm(name):
+    timm = pytest.importorskip('timm', reason='timm is an optional package')
+    def make():
+        torch.manual_seed(3)
+        kw = dict(img_size=32, patch_size=8) if name.startswith('vit') else {}
+        return timm.create_model(name, num_classes=3, drop_rate=.2, drop_path_rate=.3, **kw)
+    same(make, (large if 'net' in name else images)[:16], labels[:16], bs=8, lr=1e-5, epochs=1, but=deep)
+
+# ---- beside other callbacks
+
+def bn_drop(): return flat(lambda h, bn, d: d(bn(h).tanh()), nn.BatchNorm1d(8), nn.Dropout(.3))
+
+class Stacked(nn.CrossEntropyLoss): y_int = True   # as fastai's: MixUp mixes losses, not targets
+
+@pytest.mark.parametrize('mix', [MixUp,CutMix])
+def test_mixup_and_cutmix(mix):
+    def mixer(): cb = mix(.4); cb.distrib = torch.distributions.Beta(*torch.tensor([.4,.4])); return cb
+    model,x = conv(nn.Sequential(nn.BatchNorm2d(4), nn.Dropout2d(.2))).double(),torch.randn(20,2,4,4).double()
+    torch.set_default_dtype(torch.float64)   # of λ
+    try: assert_same(*[train(model, x, labels, [mixer(),*L(cb)], loss_func=Stacked()) for cb in (MicroBatch(3, exact=True),None)])
+    finally: torch.set_default_dtype(torch.float32)
+
+def test_other_ways_to_train():
+    for kw in dict(fit='fit'), dict(fit='fit_flat_cos'), dict(cbs=GradientClip(.1)), dict(loss_func=nn.CrossEntropyLoss(torch.tensor([1.,5,.1]).double())): same(bn_drop, X, Y, **kw)
+
+def test_lr_find():
+    a,b = (train(bn_drop, X, Y, epochs=0 or 1) for _ in range(2))
+    b.add_cb(MicroBatch(3, exact=True))
+    for o in a,b: set_seed(0); o.lr_find(num_it=12, show_plot=False)
+    assert rel(b.recorder.losses, a.recorder.losses)[0]<=TOL and rel(list(b.model.state_dict().values()), list(a.model.state_dict().values()))[0]<=TOL
+
+@pytest.mark.parametrize('patched', [False,True])
+def test_beside_accumulate_step(patched):
+    "Each batch of the loader is a whole of its own: batch norm is that of accumulation with whole batches"
+    kw = dict(bs=8, drop_last=True)
+    if not patched: return assert_same(train(bn_drop, X2, Y2, cbs=[AccumulateStep(2),MicroBatch(3, exact=True)], **kw), train(bn_drop, X2, Y2, cbs=AccumulateStep(2), **kw))
+    with accumulation(2): assert_same(train(bn_drop, X2, Y2, cbs=MicroBatch(3, exact=True), **kw), train(bn_drop, X2, Y2, **kw))
+
+def test_a_loss_that_couples_samples():
+    def rmse(pred, y): return ((pred-F.one_hot(y,3))**2).mean().sqrt()
+    same(bn_drop, X, Y, loss_func=rmse)
+
+def test_validation_of_norms_without_running_statistics():
+    "They normalise by the batch in evaluation too"
+    same(flat(lambda h, bn: bn(h), nn.BatchNorm1d(8, track_running_stats=False)), X, Y)
+
+def test_activations_that_the_model_keeps():
+    class Keeps(nn.Module):
+        def __init__(self): super().__init__(); self.bn,self.n = nn.BatchNorm1d(8),0
+        def forward(self, h): self.n,self.kept = self.n+1,self.bn(h); return self.kept
+    def make(): m = flat(lambda h, k: k(h), Keeps()); return m
+    class Penalty(Callback):
+        def after_loss(self):
+            if self.training: self.learn.loss_grad = self.learn.loss_grad + self.model.ms[0].kept.pow(4).mean()
+    a = same(make, X, Y, cbs=Penalty())
+    assert a.model.ms[0].n==12   # two epochs of three batches, and as many of validation
+
+def test_the_scaler():
+    for cbs in L(OnCpu(init_scale=2.**10, growth_interval=2)),L(OnCpu(init_scale=2.**10, growth_interval=2), GradientClip(.1)):
+        a,b = train(bn_drop, X, Y, cbs=[*cbs]),train(bn_drop, X, Y, cbs=[*deepcopy(cbs), MicroBatch(3, exact=True)])
+        assert_same(b, a)
+        assert a.mixed_precision.kept==b.mixed_precision.kept
+
+@pytest.mark.parametrize('dtype', HALF)
+def test_autocast(dtype):
+    "Half precision rounds a batch and slices differently; the threads of the slices know of it, and of a part of the model that is without it"
+    seen = []
+    class Part(nn.Module):
+        def __init__(self): super().__init__(); self.bn = nn.BatchNorm1d(8)
+        def forward(self, h):
+            seen.append(h.dtype)
+            with torch.autocast('cpu', enabled=False): return self.bn(h.float())
+    def run(*cbs):
+        set_seed(0)
+        learn = make_learner(make_dls(40, 16, x=X2.float()), flat(lambda h, bn, p: p(F.linear(bn(h).tanh(), torch.eye(8))).tanh(), nn.BatchNorm1d(8), Part()).float(),
+            opt_func=SGD, cbs=[OnCpu(dtype), *cbs], splitter=params)
+        learn.recorder.smooth_loss = AvgSmoothLoss()
+        learn.fit(1, .01)
+        return learn
+    a,b = run(),run(MicroBatch(5, exact=True))
+    assert all(o is dtype for o in seen if o is not torch.float32) and dtype in seen
+    assert rel(list(b.model.parameters()), list(a.model.parameters()))[0]<=HALF[dtype]
+
+# ---- ends
+
+class Boom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, e): ctx.e = e; return x.clone()
+    @staticmethod
+    def backward(ctx, g): raise ctx.e
+
+class Fails(nn.Module):
+    "Fails in slice `k`, in the forward or in the backward pass"
+    def __init__(self, k, e, backward): super().__init__(); store_attr(); self.i = 0
+    def forward(self, x):
+        if not torch.is_grad_enabled(): return x   # the rehearsal
+        self.i += 1
+        if (self.i-1)%3!=self.k: return x
+        if self.backward: return Boom.apply(x, self.e)
+        raise self.e
+
+@pytest.mark.parametrize('norm', [True,False])
+@pytest.mark.parametrize('backward', [False,True])
+@pytest.mark.parametrize('e', [ValueError('mine'), KeyboardInterrupt(), RuntimeError('out of memory')], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize('k', [0,1,2])
+def test_a_failure_in_a_slice(k, e, backward, norm):
+    m = flat(lambda h, bn, d, f: f(d(bn(h))), nn.BatchNorm1d(8) if norm else nn.Tanh(), nn.Dropout(), Fails(k, e, backward)).double()
+    learn = make_learner(make_dls(20, 8, y=Y), m, cbs=MicroBatch(3, exact=True), splitter=params)
+    seen = {}
+    class State(Callback):
+        order = -100
+        def before_batch(self): seen.update(rng=torch.get_rng_state(), buffers=[b.clone() for b in m.buffers()], params=[p.detach().clone() for p in m.parameters()])
+    learn.add_cb(State)
+    with pytest.raises(type(e)): learn.fit(1)
+    assert torch.equal(seen['rng'], torch.get_rng_state())
+    assert all(torch.equal(a, b) for a,b in zip(seen['buffers']+seen['params'], chain(m.buffers(), m.parameters())))
+    left_alone(m)
+
+def test_auto_repeats_the_batch():
+    class Limited(nn.Module):
+        def __init__(self): super().__init__(); self.bn = nn.BatchNorm1d(8)
+        def forward(self, h):
+            if len(h)>3: raise RuntimeError('out of memory')
+            return self.bn(h)
+    a = train(flat(lambda h, bn: F.dropout(bn(h)), nn.BatchNorm1d(8)), X, Y)
+    b = train(flat(lambda h, m: F.dropout(m(h)), Limited()), X, Y, cbs=MicroBatch(exact=True))
+    assert_same(b, a); left_alone(b.model)
+    assert b.micro_batches.size==2
+
+@pytest.mark.parametrize('what', ['export','pickle','deepcopy'])
+def test_a_learner_that_is_saved_in_the_middle(what, tmp_path):
+    m = bn_drop().double()
+    learn = make_learner(make_dls(20, 8, y=Y), m, cbs=MicroBatch(3, exact=True), splitter=params)
+    learn.path = tmp_path
+    class Saves(Callback):
+        def after_pred(self):
+            if not self.training or self.iter: return
+            if what=='deepcopy': deepcopy(self.learn.model)
+            elif what=='pickle': pickle.dumps(self.learn.model)
+            else: torch.save(self.learn.model, tmp_path/'m.pth')
+    m.f = None
+    m.forward = partial(_forward, m)
+    learn.add_cb(Saves)
+    learn.fit(1)
+
+def _forward(m, x): bn,d = m.ms; return m.head(d(bn(m.inp(x)).tanh()))
+
+def test_it_is_said_once(capsys):
+    learn = train(bn_drop, X, Y, cbs=MicroBatch(3, exact=True))
+    learn.fit(1)
+    assert capsys.readouterr().out.count('meet at 1 batch norm')==1
+
+def test_no_threads_and_no_activations_are_left():
+    "After a batch, the activations are gone without the garbage collector"
+    learn = make_learner(make_dls(20, 8, y=Y), bn_drop().double(), cbs=MicroBatch(3, exact=True), splitter=params)
+    learn.remove_cb(Spy)
+    learn.fit(1)
+    gc.collect(); gc.disable()
+    try:
+        n = sum(isinstance(o, Tensor) for o in gc.get_objects())
+        for _ in range(4): learn.fit(1)
+        assert sum(isinstance(o, Tensor) for o in gc.get_objects())<=n+30   # what the recorder and the spy keep
+    finally: gc.enable()
+    left_alone(learn.model)
+
+def test_a_batch_of_another_length_is_rehearsed_too():
+    "Texts of several lengths"
+    def batches():
+        g = torch.Generator().manual_seed(0)
+        return [(torch.randint(2, 30, (8,t), generator=g), torch.randint(0, 3, (8,), generator=g)) for t in (5,9,5,7)]
+    class Net(nn.Module):
+        def __init__(self): super().__init__(); torch.manual_seed(2); self.emb,self.rnn,self.bn,self.head = nn.Embedding(30,6),nn.LSTM(6,8,batch_first=True),nn.BatchNorm1d(8),nn.Linear(8,3)
+        def forward(self, x):
+            h = F.dropout(self.emb(x), .2)
+            for _ in range(x.shape[1]//3): h = F.dropout(h, .1)   # the number of draws depends on the length
+            return self.head(self.bn(self.rnn(h)[0].mean(1)))
+    def run(*cbs):
+        learn = make_learner(DataLoaders(DataLoader(batches(), bs=None), DataLoader(batches()[:1], bs=None)), Net().double(), cbs=cbs, splitter=params)
+        set_seed(0); learn.fit(2)
+        return learn
+    a,b = run(),run(MicroBatch(3, exact=True))
+    assert_same(b, a)
