@@ -73,6 +73,24 @@ tuned = {
     'BatchNormEval, 8 × 4': dict(bs=8, cbs=lambda: [AccumulateStep(4), BatchNormEval()]),
 }
 
+# The whole batch of 32, and the ways to keep it
+wholes = {
+    '32':                    dict(bs=32),
+    'exact, 8 × 4':          dict(bs=32, cbs=lambda: MicroBatch(8, exact=True)),
+    'checkpointing':         dict(bs=32, cbs=lambda: GradientCheckpointing()),
+    'float64, 32':           dict(bs=32, change=nn.Module.double),
+    'float64, exact, 8 × 4': dict(bs=32, change=nn.Module.double, cbs=lambda: MicroBatch(8, exact=True)),
+}
+
+class Double(Callback):
+    "Images and losses in float64"
+    order = -50
+    def before_fit(self): self.learn.recorder.smooth_loss = Smooth64()
+    def before_batch(self): self.learn.xb = self.xb[0].double(),
+
+class Smooth64(AvgSmoothLoss):
+    def reset(self): self.count,self.val = 0,torch.zeros((), dtype=torch.float64)
+
 def train(data, seed, bs, cbs=None, change=noop, drop_last=False, fit=Learner.fit_one_cycle, body=None):
     "Train from `seed`, or from the weights of a `body` with the order of that seed, and return the learner"
     set_seed(seed)
@@ -80,7 +98,9 @@ def train(data, seed, bs, cbs=None, change=noop, drop_last=False, fit=Learner.fi
     dls = DataLoaders(DataLoader(train, bs=bs, shuffle=True, drop_last=drop_last), DataLoader(test, bs=500))
     model = resnet()
     if body: model[:-1].load_state_dict(body)   # the head is new
-    learn = Learner(dls, change(model), loss_func=nn.CrossEntropyLoss(), metrics=accuracy, cbs=cbs and cbs())
+    model = change(model)
+    if first(model.parameters()).dtype is torch.float64: cbs = partial(lambda old: [Double(),*L(old and old())], cbs)
+    learn = Learner(dls, model, loss_func=nn.CrossEntropyLoss(), metrics=accuracy, cbs=cbs and cbs())
     learn.remove_cb(ProgressCallback); learn.logger = noop
     fit(learn, EPOCHS, LR)
     return learn
@@ -97,41 +117,48 @@ def one(folder, kind, name, seed):
     torch.set_num_threads(1)
     print(f'seed {seed}: {name or kind}', file=sys.stderr)
     data = cifar(folder)
-    if kind=='train': return {name:figures(train(data, seed, **arms[name]))}
+    if kind!='tune': return {name:figures(train(data, seed, **dict(train=arms, whole=wholes)[kind][name]))}
     start = train(classes(data, range(5)), seed, bs=32).model[:-1].state_dict()
     return {k:figures(train(classes(data, range(5,10)), seed, body=start, **o)) for k,o in tuned.items()}
 
-def jobs(seeds): return [(*o, seed) for seed in range(seeds) for o in ([('train', name) for name in arms]+[('tune', '')])]
+kinds = dict(train=arms, tune=[''], whole=wholes)
+def jobs(seeds, some): return [(kind, name, seed) for seed in range(seeds) for kind in some for name in kinds[kind]]
 
-def gather(seeds, results):
+def far(ps, qs): return [((p['weights']-q['weights']).norm()/q['weights'].norm()).item() for p,q in zip(ps, qs)]
+sames = {'8 × 4, momentum':'8 × 4', 'group norm, 8 × 4':'group norm, 32', 'no norm, clipped, 8 × 4':'no norm, clipped, 32', 'BatchNormEval, 8 × 4':'BatchNormEval, 32',
+         'exact, 8 × 4':'32', 'checkpointing':'32', 'float64, exact, 8 × 4':'float64, 32'}   # which runs should have the same weights
+
+def gather(todo, results):
     "Error and loss of each seed, and how far the weights are from those of the runs that should have the same"
-    res = dict(train={k:[] for k in arms}, tune={k:[] for k in tuned})
-    for (kind,_,_),figs in zip(jobs(seeds), results):
-        for k,o in figs.items(): res[kind][k].append(o)
-    far = lambda kind, a, b: [((p['weights']-q['weights']).norm()/q['weights'].norm()).item() for p,q in zip(res[kind][a], res[kind][b])]
-    same = {'8 × 4, momentum':far('train', '8 × 4, momentum', '8 × 4'), 'group norm, 8 × 4':far('train', 'group norm, 8 × 4', 'group norm, 32'),
-            'no norm, clipped, 8 × 4':far('train', 'no norm, clipped, 8 × 4', 'no norm, clipped, 32'),
-            'BatchNormEval, 8 × 4':far('tune', 'BatchNormEval, 8 × 4', 'BatchNormEval, 32')}
-    return {kind:{k:{f:[o[f] for o in os] for f in ('error','loss')} for k,os in figs.items()} for kind,figs in res.items()} | dict(same=same)
+    runs = {}
+    for (kind,_,_),figs in zip(todo, results):
+        for k,o in figs.items(): runs.setdefault(kind, {}).setdefault(k, []).append(o)
+    same = {a:far(os[a], os[b]) for a,b in sames.items() for os in runs.values() if a in os and b in os}
+    return {kind:{k:{f:[o[f] for o in os] for f in ('error','loss')} for k,os in figs.items()} for kind,figs in runs.items()},same
 
 def own_base(name):
     "What an arm is compared with: itself in batches of 32, or else batch norm in batches of 32"
-    return name.split('8 × 4')[0]+'32' if '8 × 4' in name else '32'
+    return name.replace('exact, ','').split('8 × 4')[0]+'32' if '8 × 4' in name else '32'
 
 if __name__=='__main__':
     p = argparse.ArgumentParser()
     p.add_argument('--data', type=Path); p.add_argument('--save', action='store_true')
     p.add_argument('--seeds', type=int, default=10); p.add_argument('--workers', type=int, default=os.cpu_count())
+    p.add_argument('--kinds', nargs='*', default=list(kinds), choices=list(kinds), help='run these alone; with --save, the figures of the others stay')
     args = p.parse_args()
     print(machine())
     cifar(args.data)   # download once
-    with get_context('spawn').Pool(args.workers) as pool: results = pool.starmap(one, [(args.data, *o) for o in jobs(args.seeds)], chunksize=1)
-    res = gather(args.seeds, results)
+    todo = jobs(args.seeds, args.kinds)
+    with get_context('spawn').Pool(args.workers) as pool: res,same = gather(todo, pool.starmap(one, [(args.data, *o) for o in todo], chunksize=1))
     mean = lambda vs: f'{statistics.mean(vs):.3f} ± {statistics.stdev(vs)/len(vs)**.5:.3f}' if len(vs)>1 else f'{vs[0]:.3f}'
     print('\nError: the share of the test images that are wrong. ± is the standard error of the mean over the seeds')
-    for kind in 'train','tune':
+    for kind in args.kinds:
         rows = [(k, own_base(k), o) for k,o in res[kind].items()]
         rows = [(k, mean(o['error']), base, mean([a-b for a,b in zip(o['error'], res[kind][base]['error'])]), mean(o['loss'])) for k,base,o in rows]
         print('\n'+table(rows, [kind,'error','compared with','error minus its error, same seeds','loss']))
-    print('\nWeights, relative difference to the run that should have the same: '+', '.join(f'{k} {min(v):.0e} to {max(v):.0e}' for k,v in res['same'].items()))
-    if args.save: save('cifar', epochs=EPOCHS, lr=LR, seeds=args.seeds, **res)
+    print('\nWeights, relative difference to the run that should have the same: '+', '.join(f'{k} {min(v):.0e} to {max(v):.0e}' for k,v in same.items()))
+    if args.save:
+        path = Path(__file__).parent/'results'/'cifar.json'
+        old = {k:v for k,v in json.loads(path.read_text()).items() if k!='machine'} if path.exists() else {}
+        if 'train' in args.kinds: old['seeds'] = args.seeds
+        save('cifar', **{**old, 'epochs':EPOCHS, 'lr':LR, **res, 'same':{**old.get('same', {}), **same}})

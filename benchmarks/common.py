@@ -48,6 +48,27 @@ def peak_bytes(f):
     for _,n in sorted(events, key=lambda o: o[0]): now += n; peak = max(peak, now)
     return peak
 
+@contextmanager
+def apart():
+    """On a machine without a GPU, let `Host` copy as on one, into memory of NumPy's, which `peak_bytes` does not count: it counts what a device would hold.
+    On a GPU nothing changes."""
+    import numpy as np
+    from fastai_accum.offload import Host
+    def room(self, t):
+        like = torch.empty_like(t, device='meta')
+        return torch.from_numpy(np.empty(t.numel()*t.element_size(), np.uint8)).view(t.dtype).as_strided(like.shape, like.stride())
+    here,was = (lambda self, t: t.device.type=='meta'),(Host.here,Host.room)
+    if not torch.cuda.is_available(): Host.here,Host.room = here,room
+    try: yield
+    finally: Host.here,Host.room = was
+
+def held_bytes(learn):
+    "Bytes of the parameters and buffers, and of the gradients and the state of the optimizer"
+    n = lambda ts: sum(t.numel()*t.element_size() for t in ts if torch.is_tensor(t))
+    ps = list(learn.model.parameters())
+    state = [v for pg in learn.opt.param_lists for p in pg for v in learn.opt.state[p].values()]
+    return n([*ps, *learn.model.buffers()]),n([*(p.grad for p in ps), *state])
+
 def paired(a, b, n=20):
     "Median of the ratios of `n` interleaved pairs of runs, `a` over `b`, with the half-width of its 95 % interval (order statistics)"
     rs = []

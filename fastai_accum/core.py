@@ -772,9 +772,8 @@ def _note_batch_norm(self:WindowCallback):
     if 'batch norm' in _said or rank_distrib() or (cut.exact if cut else self.n_step==1): return
     if not any(isinstance(m, _BatchNorm) and m.training for m in self.learn.model.modules()): return
     _said.add('batch norm')
-    warnings.warn(f"{self.who}: the model has batch norm, whose statistics are those of each micro-batch, and not of the large batch. Two ways out: "
-        "load the large batch and use MicroBatch(bs, exact=True), which is exact; or train without these statistics, with BatchNormEval() or to_group_norm(model). "
-        "This is said once", stacklevel=2)
+    print(f"{self.who}: the model has batch norm, which sees each micro-batch and not the large batch. Two ways out: load the large batch and cut it with "
+          "MicroBatch(bs, exact=True), which is exact; or train without its statistics, with BatchNormEval() or to_group_norm(model). (This is said once.)")
 
 @patch
 def _check_loader(self:WindowCallback, group):

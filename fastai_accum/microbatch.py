@@ -43,6 +43,7 @@ class MicroBatch(WindowCallback):
             if not isinstance(v, bool): raise ValueError(f"MicroBatch: {k} must be True or False, got {v!r}")
         if split is not None and not callable(split): raise ValueError(f"MicroBatch: split must be a function (batch, bs) -> slices, got {split!r}")
         _check_weight(self.who, weight)
+        if exact and not hasattr(torch, 'get_autocast_dtype'): raise ValueError(f"MicroBatch: exact=True needs PyTorch 2.4 or later, this is {torch.__version__}")
         store_attr(but='kwargs')
         self.size         = None      # samples in a slice of the last batch
         self._failed      = []        # the batches that did not fit, by shape; remembered in the next fit too
@@ -71,6 +72,8 @@ def _check(self:MicroBatch):
     if self.weight is not None and first_of(learn, 'AccumulateStep'):
         raise ValueError("MicroBatch: weight has no effect beside an AccumulateStep; give it to that one")
     self._checked,self._rehearsed,bs = False,{} if self.exact else None,batch_size(getattr(learn.dls, 'train', None))
+    if self.exact and first_of(learn, 'GradientCheckpointing'):
+        raise ValueError("MicroBatch: exact=True and GradientCheckpointing cannot be combined; exact keeps the activations on the host already, so remove the other one")
     if self.bs!='auto' and bs and self.bs>bs:
         self._warn_once('size', f"bs={self.bs} is above the batch size {bs} of the loader, so no batch is cut; "
                                 "to step on more samples than a batch has, take AccumulateStep")
@@ -108,7 +111,8 @@ def _say(self:MicroBatch):
     "Say once which way the slices go"
     if self._has_said or not self._rehearsed: return
     self._has_said,n = True,len(last(self._rehearsed.values()).norms)
-    if not rank_distrib(): print(f"MicroBatch: exact=True, {f'and the slices meet at {n} batch norms' if n else 'without batch norm: each slice runs twice'}")
+    way = f"the slices meet at {n} batch norm{'s'*(n>1)}" if n else "the model has no batch norm, so each slice runs twice"
+    if not rank_distrib(): print(f"MicroBatch: exact=True, and {way}")
 
 @patch
 def _cut_inputs(self:MicroBatch, xb, yb, bs=None):

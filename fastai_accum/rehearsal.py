@@ -198,8 +198,6 @@ def _kept(a, b, n):
 # %% ../nbs/rehearsal.ipynb #41a16995
 def refuse(model):
     "Refuse models whose batch norms and draws cannot be seen from outside"
-    if not hasattr(torch.overrides, 'TorchFunctionMode') or not hasattr(torch, 'get_autocast_dtype'):
-        raise ValueError(f"MicroBatch: exact=True needs PyTorch 2.4 or later, this is {torch.__version__}")
     for name,m in model.named_modules():
         what = ('is compiled by torch.jit' if isinstance(m, torch.jit.ScriptModule) else
                 'is compiled by torch.compile' if hasattr(m, 'get_compiler_config') or getattr(m, '_compiled_call_impl', None) else

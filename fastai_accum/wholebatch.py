@@ -13,7 +13,6 @@ from fastai.basics import *
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from .offload import Host
-from .rehearsal import Turns,rehearse
 from .replace import Replaced
 from .rewind import Buffers,Hidden,RandomState,accelerators
 from .slices import join,leaves,tree_map
@@ -58,6 +57,7 @@ class WholeForward:
 @patch
 def _exact(self:WholeForward, xb, parts, sizes):
     "The predictions for each slice, with the batch norm and the draws of the whole batch"
+    from fastai_accum.rehearsal import Turns   # not sooner: older PyTorch cannot
     model,r = self.learn.model,self._rehearse(xb, 2 if sum(sizes)>2 else 1)
     if r.norms or not torch.is_grad_enabled(): return r.in_lockstep(self.forward, parts, sizes, Host(model))
     states,start,state,buffers,preds,turns = {},RandomState(accelerators(model)),Hidden(model),Buffers(model),[],Turns(r, len(parts))
@@ -72,6 +72,7 @@ def _exact(self:WholeForward, xb, parts, sizes):
 @patch
 def _rehearse(self:WholeForward, xb, n):
     "What a rehearsal on `n` samples and on one more has found out, for a batch of these shapes"
+    from fastai_accum.rehearsal import rehearse
     few,more = (self.cut(xb, self.learn.yb, bs)[0][0] for bs in (n,n+1))
     if n==1:   # batch norm needs two samples: take one of them twice
         try: few,more = more,join([more,few], [2,1]); n = 2

@@ -1,10 +1,11 @@
 "Group norm in place of batch norm, and running statistics that count steps: every kind of batch norm, in models as people have them"
-import pickle,warnings
+import pickle
 from copy import deepcopy
 import pytest
 import fastcore.test as fct
 from torchvision.models.resnet import BasicBlock,ResNet
 from harness import *
+from fastai_accum import core
 from fastai_accum.batchnorm import *
 from fastai_accum.microbatch import *
 
@@ -114,22 +115,23 @@ def test_batch_norm_eval():
 
 # ---- the note
 
-def _notes(cbs=None, model=None, n=1, monkeypatch=None):
-    from fastai_accum import core
-    monkeypatch.setattr(core, '_said', set())
-    with warnings.catch_warnings(record=True) as rec:
-        warnings.simplefilter('always')
+@pytest.fixture
+def notes(monkeypatch, capsys):
+    "What is said of batch norm in a new session, in `n` fits"
+    def f(cbs=None, model=None, n=1):
+        monkeypatch.setattr(core, '_said', set())
         for _ in range(n):
             m = nn.Sequential(nn.Linear(6,8), nn.BatchNorm1d(8), nn.Linear(8,3)).double() if model is None else model()
             make_learner(make_dls(24, 4), m, cbs=cbs and cbs(), splitter=params).fit(1)
-    return [str(o.message) for o in rec if 'batch norm' in str(o.message)]
+        return [o for o in capsys.readouterr().out.splitlines() if 'the model has batch norm' in o]
+    return f
 
-def test_the_note_comes_once_a_session(monkeypatch):
+def test_the_note_comes_once_a_session(notes):
     for cbs in (lambda: AccumulateStep(2)),(lambda: MicroBatch(2)),(lambda: MicroBatch(2, coupled=True)):
-        msgs = _notes(cbs, n=3, monkeypatch=monkeypatch)
+        msgs = notes(cbs, n=3)
         assert len(msgs)==1 and 'MicroBatch(bs, exact=True)' in msgs[0] and 'BatchNormEval' in msgs[0]
 
-def test_the_note_does_not_come(monkeypatch):
-    for cbs in None,(lambda: AccumulateStep(1)),(lambda: [AccumulateStep(2),BatchNormEval()]),(lambda: MicroBatch(2, exact=True)),(lambda: [AccumulateStep(2),MicroBatch(2, exact=True)]):
-        assert not _notes(cbs, monkeypatch=monkeypatch)
-    assert not _notes(lambda: AccumulateStep(2), small_model, monkeypatch=monkeypatch)
+def test_the_note_does_not_come(notes):
+    for cbs in (None, lambda: AccumulateStep(1), lambda: [AccumulateStep(2),BatchNormEval()], lambda: MicroBatch(2, exact=True),
+                lambda: [AccumulateStep(2),MicroBatch(2, exact=True)]): assert not notes(cbs)
+    assert not notes(lambda: AccumulateStep(2), small_model)

@@ -108,7 +108,7 @@ def test_a_frozen_group(train_bn):
 
 def test_norms_in_evaluation_need_no_lockstep(capsys):
     same(flat(lambda h, bn: bn(h), nn.BatchNorm1d(8)), X, Y, cbs=BatchNormEval())
-    assert 'without batch norm' in capsys.readouterr().out
+    assert 'no batch norm' in capsys.readouterr().out
 
 def test_one_sample_is_refused_as_without():
     with pytest.raises(ValueError, match='more than 1 value per channel'): train(flat(lambda h, bn: bn(h), nn.BatchNorm1d(8)), X[:17], Y[:17], bs=8)

@@ -1,0 +1,87 @@
+"""What the ways to train on a batch that is too large cost: peak memory and time of each over the large batch, for a batch of 64 images.
+
+    python benchmarks/wholebatch.py            # print the tables, about 25 minutes on two cores
+    python benchmarks/wholebatch.py --save     # and write them to benchmarks/results/wholebatch.json, which the docs show
+    python benchmarks/wholebatch.py --pairs 2 --quick   # ResNet-50 at 64 pixels only
+
+Memory is what a training step allocates at its peak, with the gradients allocated before: counted from every allocation, not sampled. What `exact` and
+`OffloadActivations` copy to the host is counted apart, in the column "on the host": without a GPU, `apart` of common.py has them copy as with one, into memory
+that does not count as the device's.
+"""
+import argparse,contextlib,io,warnings,weakref
+from functools import partial
+from common import *
+if __name__=='__main__': keep_memory()
+warnings.filterwarnings('ignore')
+from fastai.vision.all import *
+from fastai.callback.progress import ProgressCallback
+from torchvision.models import VisionTransformer
+from fastai_accum.all import *
+from fastai_accum.offload import Host
+
+BS = 64
+def resnet(arch): return lambda px: create_vision_model(arch, 10, pretrained=False)
+def vit(px): return VisionTransformer(px, 8, 8, 6, 192, 768, num_classes=10, dropout=.1)
+nets = {'ResNet-18':resnet(resnet18), 'ResNet-50':resnet(resnet50), 'transformer':vit}
+ways = {'the large batch':lambda bs: [], 'MicroBatch':lambda bs: MicroBatch(bs), 'exact':lambda bs: MicroBatch(bs, exact=True),
+        'GradientCheckpointing':lambda bs: GradientCheckpointing(), 'OffloadActivations':lambda bs: OffloadActivations()}
+
+def learner(net, px, way, bs=8):
+    torch.manual_seed(0)
+    device = default_device()
+    batches = [(torch.randn(BS,3,px,px).to(device), torch.randint(10, (BS,)).to(device))]
+    dls = DataLoaders(DataLoader(batches, bs=None), DataLoader(batches, bs=None), device=device)
+    learn = Learner(dls, nets[net](px).to(device), loss_func=nn.CrossEntropyLoss(), opt_func=partial(SGD, mom=.9), lr=1e-3, cbs=[NoValid()]+L(ways[way](bs)))
+    learn.remove_cb(ProgressCallback); learn.logger = noop
+    with contextlib.redirect_stdout(io.StringIO()): learn.fit(1)   # so that everything is there
+    return learn
+
+@contextmanager
+def counting(host):
+    "Count the bytes that are on the host at a time, at their peak"
+    put,now = Host.room,[0]
+    def room(self, t):
+        res = put(self, t)
+        n = t.numel()*t.element_size()
+        now[0] += n; host[0] = max(host[0], now[0])
+        weakref.finalize(res, lambda: now.__setitem__(0, now[0]-n))
+        return res
+    Host.room = room
+    try: yield
+    finally: Host.room = put
+
+def memory(net, px, way, bs=8):
+    "Peak bytes on the device and on the host"
+    learn,host = learner(net, px, way, bs),[0]
+    with apart(),counting(host): n = peak_bytes(partial(learn.fit, 1))
+    return n,host[0]
+
+def costs(net, px, pairs, large):
+    plain,rows = learner(net, px, 'the large batch'),[]
+    for way in list(ways)[1:]:
+        n,host = memory(net, px, way)
+        learn = learner(net, px, way)
+        t,pm = paired(partial(clock, partial(learn.fit, 1)), partial(clock, partial(plain.fit, 1)), pairs)
+        rows.append(dict(net=net, px=px, way=way, large=large/2**20, memory=n/large, host=host/large, time=t, pm=pm))
+    return rows
+
+def slopes(net, px, large):
+    "Memory by the number of slices"
+    return [dict(net=net, px=px, way=way, slices=k, memory=memory(net, px, way, BS//k)[0]/large) for k in (4,8,16,32) for way in ('MicroBatch','exact')]
+
+if __name__=='__main__':
+    p = argparse.ArgumentParser(); p.add_argument('--pairs', type=int, default=4); p.add_argument('--save', action='store_true'); p.add_argument('--quick', action='store_true')
+    args = p.parse_args()
+    print(machine())
+    rows,steps = [],[]
+    for net,px in [('ResNet-50',64)] if args.quick else [(net,px) for net in nets for px in (32,64)]:
+        large,_ = memory(net, px, 'the large batch')
+        rows += costs(net, px, args.pairs, large)
+        if px==64 and net!='ResNet-18': steps += slopes(net, px, large)
+        for r in rows[-len(ways)+1:]: print(f"{net} {px} {r['way']}: {r['memory']:.3f}, time {r['time']:.2f}", flush=True)
+    print(f'\n{BS} images, in slices of 8 where they are sliced; shares of the large batch (medians of {args.pairs} pairs)\n')
+    print(table([(r['net'], r['px'], f"{r['large']:.0f} MiB", r['way'], f"{r['memory']:.3f}", f"{r['host']:.2f}", f"{r['time']:.2f} ± {r['pm']:.2f}") for r in rows],
+                ['model','pixels','large batch','way','memory','on the host','time']))
+    print('\nMemory by the number of slices\n')
+    print(table([(s['net'], s['way'], s['slices'], f"{s['memory']:.3f}") for s in steps], ['model','way','slices','memory']))
+    if args.save: save('wholebatch', batch=BS, slice=8, pairs=args.pairs, rows=rows, slopes=steps)
