@@ -8,18 +8,17 @@ Docs: https://fastai-accum.github.io/fastai_accum/lockstep.html.md"""
 __all__ = ['Abandoned', 'Waiting', 'ThreadState', 'Meeting', 'AtNorms', 'counters', 'norm_names', 'Lockstep']
 
 # %% ../nbs/lockstep.ipynb #89a7db7c
-import inspect
+import inspect,threading
 from contextlib import ExitStack,contextmanager,nullcontext
 from contextvars import copy_context
 from itertools import chain
-from threading import Semaphore,Thread
 from fastai.basics import *
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode,_get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from .rewind import accelerators
+from .draws import Differs
 
 # %% ../nbs/lockstep.ipynb #c9201e89
 class Abandoned(BaseException): "Ends a slice that waits, when another one has failed"
@@ -28,8 +27,9 @@ class Waiting:
     "`f(self)` in a thread of its own; it can wait in the middle, with `wait`, and goes on at the next `resume`"
     def __init__(self, f):
         self.f,self.result,self.error,self.done,self.abandoned,self.at = f,None,None,False,False,None
-        self._go,self._back,self._runs = Semaphore(0),Semaphore(0),False
-        self.thread = Thread(target=copy_context().run, args=(self._run, ThreadState()), daemon=True)
+        self._go,self._back = threading.Lock(),threading.Lock()
+        self._go.acquire(); self._back.acquire()
+        self.thread = threading.Thread(target=copy_context().run, args=(self._run, ThreadState()), daemon=True)
 
     def _run(self, state):
         self._go.acquire()
@@ -38,32 +38,35 @@ class Waiting:
                 with state: self.result = self.f(self)
         except BaseException as e: self.error = e
         self.done = True
-        self._back.release()
+        _release(self._back)
 
     def wait(self, at):
         "Called by `f`: wait for the next `resume`; `at` says where it waits"
         self.at = at
-        self._back.release(); self._go.acquire()
+        if not self.abandoned: _release(self._back); self._go.acquire()
         if self.abandoned: raise Abandoned
 
     def resume(self):
         "Run `f` until it waits or ends; what it raises is raised here"
         if not self.thread.ident: self.thread.start()
-        self._runs = True
         self._go.release(); self._back.acquire()
-        self._runs = False
         if self.error is not None:
             e,self.error = self.error,None
             raise e
 
-    def close(self):
-        "End the thread, wherever it is"
+    def abandon(self):
+        "Let the thread end where it waits; or where it would wait next, if Ctrl-C came while it runs"
         self.abandoned = True
-        if not self.thread.ident: return
-        if self._runs: self._back.acquire()   # Ctrl-C came while it ran: let it run to where it waits
-        while not self.done: self._go.release(); self._back.acquire()
-        self.thread.join()
+        _release(self._go)
+
+    def close(self):
+        "Wait for the end of the thread"
+        if self.thread.ident: self.thread.join()
         self.f = self.result = self.error = self.at = None
+
+def _release(lock):
+    try: lock.release()
+    except RuntimeError: pass   # nobody holds it
 
 # %% ../nbs/lockstep.ipynb #2ad2cb63
 class ThreadState:
@@ -91,26 +94,29 @@ def _dims(x): return [0,*range(2,x.ndim)]
 def _by_channel(v, x): return v.view(1,-1,*[1]*(x.ndim-2)).to(x.dtype)
 def _wide(x): return x.float() if x.dtype in (torch.float16,torch.bfloat16) else x
 
+def _is_computed(o): return o is not None and not o.is_leaf   # such as the absolute value of a parameter, anew for each slice
+
 class Meeting:
     "A batch norm at which the slices meet"
     def __init__(self, args, where):
         self.args,self.where = args,where
         self.n,self.mean,self.sq = [],[],[]                  # of each slice
         self.tokens,self.grads,self.sums = [],{},None        # what ties the slices together; the gradients of each slice, and their sums
-        self.size = None
+        self.size,self.left = None,0                         # of all activations; slices that have not taken back theirs
 
     def take(self, x):
         "Add up the activations `x` of the next slice"
         x = _wide(x)
-        var,mean = torch.var_mean(x, _dims(x), correction=0)
         n = x.numel()//x.shape[1]
-        self.n.append(n); self.mean.append(mean); self.sq.append(var*n)
+        mean = x.sum(_dims(x))/max(n, 1)   # a mask may leave a slice nothing
+        d = x-_by_channel(mean, x)   # `var_mean` takes five times as long on a CPU
+        self.n.append(n); self.mean.append(mean); self.sq.append((d*d).sum(_dims(x)))
         self.size = (self.size[0]+len(x),*x.shape[1:]) if self.size else tuple(x.shape)
 
     def is_at(self, o):
         "Whether another slice that came to a norm with the arguments `o` has come to this one"
-        a = self.args
-        return all(getattr(a, k) is getattr(o, k) for k in ('weight','bias','running_mean','running_var')) and a.eps==o.eps
+        pairs = [(getattr(self.args, k), getattr(o, k)) for k in ('weight','bias','running_mean','running_var')]
+        return self.args.eps==o.eps and all(a is b or _is_computed(a) and _is_computed(b) and a.shape==b.shape for a,b in pairs)
 
     def finish(self):
         "All have arrived: the statistics of the batch, and the running statistics, once"
@@ -139,7 +145,7 @@ class Meeting:
 
     def add_up(self):
         "All have brought theirs; a slice whose output is not used brings nothing"
-        self.sums = [sum(o[i] for o in self.grads.values()) for i in (1,2)]
+        self.sums,self.left = [sum(o[i] for o in self.grads.values()) for i in (1,2)],len(self.n)
 
     def take_back(self, k, x, host):
         "The gradient of the input `x` of slice `k`"
@@ -147,6 +153,8 @@ class Meeting:
         res = self.normalised(x).mul_(_by_channel(-dgamma/self.total, _wide(x))).sub_(_by_channel(dbeta/self.total, _wide(x)))
         if dy is not None: res.add_(host.get(dy))
         w = self.args.weight
+        self.left -= 1
+        if not self.left: self.sums = None
         return res.mul_(_by_channel(self.inv if w is None else self.inv*w.detach(), res)).to(x.dtype)
 
 # %% ../nbs/lockstep.ipynb #327124a5
@@ -161,7 +169,8 @@ class _Arrive(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *_):
-        return (ctx.met.take_back(ctx.k, ctx.saved_tensors[0], ctx.host) if ctx.needs_input_grad[0] else None),None,None,None,None
+        if not ctx.needs_input_grad[0] or ctx.met.sums is None: return (None,)*5   # no output of this norm is used; only the baton came here
+        return ctx.met.take_back(ctx.k, ctx.saved_tensors[0], ctx.host),None,None,None,None
 
 class _Meet(Function):
     @staticmethod
@@ -230,7 +239,8 @@ class Lockstep:
         parts:list, # The inputs of each slice
         host, # The `Host` where activations wait
         around:Callable=lambda k: nullcontext(), # A context for slice `k`
-        turn:Callable=lambda k: nullcontext() # A context for each stretch of slice `k` from one norm to the next
+        turn:Callable=lambda k: nullcontext(), # A context for each stretch of slice `k` from one norm to the next
+        norm:Callable|None=None # What to call in the place of a batch norm, instead of a meeting
     ):
         store_attr()
         self.names,self.counters,self.meetings = norm_names(model),counters(model),[]
@@ -248,6 +258,7 @@ class Lockstep:
                 if met.tokens: met.tokens = list(_Meet.apply(met, *met.tokens))
                 else: met.finish()
         finally:
+            for s in slices: s.abandon()   # all of them, before waiting for one: it may wait for a lock that another one holds
             for s in slices: s.close()
 
     def _is_over(self, slices):
@@ -256,12 +267,13 @@ class Lockstep:
         odd = first(k for k,o in enumerate(at) if o is not at[0])
         if odd is None: return at[0] is None
         a,b = ('the end' if at[k] is None else getattr(at[k], 'where', at[k]) for k in (0,odd))
-        raise RuntimeError(f"MicroBatch: exact=True, and slices 1 and {odd+1} take different ways through the model: one comes to {a}, the other to {b}. "
+        raise Differs(f"MicroBatch: exact=True, and slices 1 and {odd+1} take different ways through the model: one comes to {a}, the other to {b}. "
             "They meet at each batch norm, so the way must not depend on the samples")
 
     def _slice(self, k, slice):
         slice.n_norms = 0
-        with self.around(k),self.host.hooks(),AtNorms(partial(self._norm, slice, k), self.counters, k==0): return self.forward(*self.parts[k])
+        norm = self.norm or partial(self._norm, slice, k)
+        with self.around(k),self.host.hooks(),AtNorms(norm, self.counters, k==0): return self.forward(*self.parts[k])
 
     def _norm(self, slice, k, o, _):
         "Slice `k` has come to a batch norm"
@@ -286,7 +298,7 @@ class Lockstep:
 @contextmanager
 def _parked(x, arrived, host):
     "Leave the data of `x` to `host`, which has them already"
-    if host.stays(x): yield; return
+    if host.stays(x) or x._is_view(): yield; return   # another tensor may share the memory of a view
     x.data = x.new_empty(0)
     yield
     x.data = arrived.saved_tensors[0].detach().as_subclass(type(x))

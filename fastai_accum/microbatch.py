@@ -185,7 +185,8 @@ def _explain(self:MicroBatch, e, tries):
 
 @patch
 def before_train(self:MicroBatch):
-    "Refuse what could not be gone back from"
+    "Rehearse anew in each epoch, and refuse what could not be gone back from"
+    if self._rehearsed: self._rehearsed.clear()
     group = processes(self.learn.model, self.who)
     if group.n>1 and not group.waits and self._late:
         raise ValueError("MicroBatch: a model in fully_shard synchronises in its backward passes, of which coupled=True, exact=True and bs='auto' make others; "

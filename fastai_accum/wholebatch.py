@@ -57,17 +57,34 @@ class WholeForward:
 @patch
 def _exact(self:WholeForward, xb, parts, sizes):
     "The predictions for each slice, with the batch norm and the draws of the whole batch"
-    from fastai_accum.rehearsal import Turns   # not sooner: older PyTorch cannot
-    model,r = self.learn.model,self._rehearse(xb, 2 if sum(sizes)>2 else 1)
+    from fastai_accum.rehearsal import Attributes   # not sooner: older PyTorch cannot
+    from fastai_accum.draws import Differs
+    model = self.learn.model
+    was,hidden = (RandomState(accelerators(model)),Buffers(model),Attributes(model)),Hidden(model)
+    hiddens,r = hidden.get(),self._rehearse(xb, 2 if sum(sizes)>2 else 1)
+    try: return self._rehearsed_run(r, parts, sizes)
+    except Differs: self.rehearsed.clear()   # something has been switched since the rehearsal
+    for o in was: o.restore()
+    hidden.set(hiddens)
+    return self._rehearsed_run(self._rehearse(xb, 2 if sum(sizes)>2 else 1), parts, sizes)
+
+@patch
+def _rehearsed_run(self:WholeForward, r, parts, sizes):
+    from fastai_accum.rehearsal import AtNorms,Turns
+    model = self.learn.model
     if r.norms or not torch.is_grad_enabled(): return r.in_lockstep(self.forward, parts, sizes, Host(model))
     states,start,state,buffers,preds,turns = {},RandomState(accelerators(model)),Hidden(model),Buffers(model),[],Turns(r, len(parts))
     for k,part in enumerate(parts):
         def forward(*xs, k=k):
-            with r.dealt(sizes, k, states): return self.forward(*xs)
+            with r.dealt(sizes, k, states),AtNorms(r.alone): return self.forward(*xs)
         start.restore()
-        with turns(k),state.rows(sum(sizes[:k]), sizes[k], sum(sizes)): preds.append(_twice(model, state, start, buffers, forward, part))
+        with turns(k),state.rows(sum(sizes[:k]), sizes[k], sum(sizes)),r.as_before(): preds.append(_twice(model, state, start, buffers, forward, part))
     turns.end(sizes)
     return preds
+
+def _settings(model):
+    "What is switched in a model: its modules, their modes, and their attributes that are flags, names and shares"
+    return tuple((id(m), *((k,v) for k,v in vars(m).items() if isinstance(v, (bool,float,str)))) for m in model.modules())
 
 @patch
 def _rehearse(self:WholeForward, xb, n):
@@ -77,7 +94,7 @@ def _rehearse(self:WholeForward, xb, n):
     if n==1:   # batch norm needs two samples: take one of them twice
         try: few,more = more,join([more,few], [2,1]); n = 2
         except ValueError: pass   # the samples are not along the first dimension
-    key = tuple((tuple(o.shape), o.dtype) for _,o in leaves(few[:len(xb)])),tuple(_modes(self.learn.model))
+    key = tuple((tuple(o.shape), o.dtype) for _,o in leaves(few[:len(xb)])),_settings(self.learn.model)
     if key not in self.rehearsed:
         parts = [o[:len(xb)] for o in self.cut(more[:len(xb)], more[len(xb):], n)[0]]
         self.rehearsed[key] = rehearse(self.learn.model, self.forward, few[:len(xb)], more[:len(xb)], parts, n)
