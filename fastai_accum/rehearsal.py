@@ -17,7 +17,7 @@ from fastai.callback.hook import Hook
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook,register_module_forward_pre_hook
 from .draws import Dealt,Differs,Draws,batch_dims
-from .lockstep import AtNorms,Lockstep,counters,norm_names
+from .lockstep import AtNorms,Lockstep,counters,in_thread
 from .replace import Replaced
 from .rewind import Buffers,Hidden,RandomState,accelerators
 from .slices import join,leaves,tree_map

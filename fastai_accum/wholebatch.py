@@ -89,7 +89,7 @@ def _settings(model):
 @patch
 def _rehearse(self:WholeForward, xb, n):
     "What a rehearsal on `n` samples and on one more has found out, for a batch of these shapes"
-    from fastai_accum.rehearsal import rehearse
+    from fastai_accum.rehearsal import in_thread,rehearse
     few,more = (self.cut(xb, self.learn.yb, bs)[0][0] for bs in (n,n+1))
     if n==1:   # batch norm needs two samples: take one of them twice
         try: few,more = more,join([more,few], [2,1]); n = 2
@@ -97,7 +97,7 @@ def _rehearse(self:WholeForward, xb, n):
     key = tuple((tuple(o.shape), o.dtype) for _,o in leaves(few[:len(xb)])),_settings(self.learn.model)
     if key not in self.rehearsed:
         parts = [o[:len(xb)] for o in self.cut(more[:len(xb)], more[len(xb):], n)[0]]
-        self.rehearsed[key] = rehearse(self.learn.model, self.forward, few[:len(xb)], more[:len(xb)], parts, n)
+        self.rehearsed[key] = in_thread(partial(rehearse, self.learn.model, self.forward, few[:len(xb)], more[:len(xb)], parts, n))
     return self.rehearsed[key]
 
 # %% ../nbs/wholebatch.ipynb #7de5fa1e
