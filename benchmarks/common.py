@@ -100,7 +100,7 @@ def save(name, **kwargs):
     "Write the figures beside the script"
     p = Path(__file__).parent/'results'/f'{name}.json'
     p.parent.mkdir(exist_ok=True)
-    p.write_text(json.dumps(dict(machine=machine(), **kwargs), indent=1)+'\n')
+    p.write_text(json.dumps({'machine':machine(), **kwargs}, indent=1)+'\n')
     return p
 
 def mnist(folder=None):
