@@ -12,7 +12,6 @@ from contextlib import contextmanager,nullcontext
 from fastai.basics import *
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from .offload import Host
 from .replace import Replaced
 from .rewind import Buffers,Hidden,RandomState,accelerators
 from .slices import join,leaves,tree_map
@@ -72,7 +71,7 @@ def _exact(self:WholeForward, xb, parts, sizes):
 def _rehearsed_run(self:WholeForward, r, parts, sizes):
     from fastai_accum.rehearsal import AtNorms,Turns
     model = self.learn.model
-    if r.norms or not torch.is_grad_enabled(): return r.in_lockstep(self.forward, parts, sizes, Host(model))
+    if r.norms or not torch.is_grad_enabled(): return r.in_lockstep(self.forward, parts, sizes)
     states,start,state,buffers,preds,turns = {},RandomState(accelerators(model)),Hidden(model),Buffers(model),[],Turns(r, len(parts))
     for k,part in enumerate(parts):
         def forward(*xs, k=k):
