@@ -269,6 +269,8 @@ class Micro:
     scaled:bool=False   # Whether its loss has been weighed
     counted:bool=False  # Whether its gradient is in
     is_over:bool=False  # Whether those who want each micro-batch have had its `after_batch`
+    weight:Real=0       # What the mean of its loss divides by
+    by:Real=1           # What its gradient is multiplied by on its way to the parameters
 
 @dataclass
 class Window:
@@ -560,6 +562,7 @@ def _share(self:WindowCallback):
 
 def _hook(loss, win, w, total, by):
     "Multiply the gradient of `loss` by `by`, and count the micro-batch"
+    win.micro.weight,win.micro.by = w,by
     def arrive(g):
         _gradient_is_in(win, w, total)
         if isinstance(by, Tensor) or by!=1: return (g*by).to(g.dtype)
