@@ -39,11 +39,13 @@ class WindowCallback(Callback):
     order,run_valid = -math.inf,False
     n_step,n_samples,average,drop_last,weight = 1,None,None,None,None   # the settings; a window of `MicroBatch` is one batch
     counts    = Counts()  # of this fit, or of the last one
+    sizes     = ()        # the samples of each window that was logged, over all processes; 0 where it made no step
     plan      = None      # of this epoch, or of the last one
     window    = None      # the one that is open, in `_train_window` only
     group     = Alone()   # the processes, in `_train` only
     _fit      = None      # what its windows share, from the first `_train` of a fit to `_end`
     _replaced = None      # our `_with_events`, from `_replace` to `_end`
+    _per      = 1         # what `n_samples` is divided by, where processes count batches in its place
     _kept     = None      # the model before `lr_find`, where there are several processes; until `_end`
     _depth    = 0         # how many calls of our `_with_events` are running
     _in_micro = False     # whether one of them is a micro-batch's
@@ -56,9 +58,9 @@ class AccumulateStep(WindowCallback):
     "Step the optimizer once a window, with the gradient of all its samples: training is that of the batch that did not fit"
     name,who = 'accumulate_step','AccumulateStep'   # also of a subclass
     def __init__(self,
-        n_step:int|None=None, # Micro-batches in a window; give this or `n_samples`
+        n_step:int|Callable|None=None, # Micro-batches in a window, or a [schedule](schedules.html) of them, `pct -> int`; give this or `n_samples`
         *,
-        n_samples:int|None=None, # Step as soon as that many samples are in, instead of counting micro-batches
+        n_samples:int|Callable|None=None, # Step as soon as that many samples are in, instead of counting micro-batches; a number, or `pct -> int`
         average:bool|None=None, # Divide by the weight (True) or keep the sum (False); `None` keeps the sum of losses that sum by nature
         drop_last:bool|None=None, # Throw away the tail (True) or step on it (False); `None` does what the training loader does with its last batch
         weight:Callable|None=None, # `(pred, *yb) -> float`, what the mean of the loss divides by, for a loss that `loss_weight` does not know
@@ -78,7 +80,7 @@ class AccumulateStep(WindowCallback):
 @patch
 @delegates(AccumulateStep)
 def accumulate(self:Learner,
-    n_step:int|None=None, # Micro-batches in a window; give this or `n_samples`
+    n_step:int|Callable|None=None, # Micro-batches in a window, or a function `pct -> int`; give this or `n_samples`
     **kwargs
 )->Learner:
     "Accumulate gradients over `n_step` micro-batches; replaces an `AccumulateStep` that is there"
@@ -91,7 +93,7 @@ def _train(self:WindowCallback, all_batches):
     "Takes the place of `learn.all_batches` in training: one window after another"
     learn = self.learn
     if learn is None: return all_batches()   # removed in `before_train`
-    if self._fit is None: self._fit,self.counts = Fit(Gradients(learn)),Counts()
+    if self._fit is None: self._fit,self.counts,self.sizes = Fit(Gradients(learn)),Counts(),[]
     self.group = processes(learn.model, self.who)
     try:
         with self.group.explained(), self._bars():
@@ -145,7 +147,7 @@ def _train_window(self:WindowCallback, i, batches):
 def _gather(self:WindowCallback, i, batches, hypers, ran=False):
     "Send micro-batches through the model until the window is full, or `batches` end"
     learn = self.learn
-    self.window = win = Window(hypers, ran)
+    self.window = win = Window(hypers, self._wanted(self.plan.begun), ran)
     for b in batches:
         cut = self._cutter
         win.n_batches += 1; win.n_of_batch = self._n_of(b)
@@ -276,6 +278,7 @@ class Micro:
 class Window:
     "The micro-batches between two optimizer steps"
     hypers:Hypers       # What the optimizer was set to when it began
+    goal:int=1          # Batches, or samples, that fill it
     ran:bool=False      # Whether the model has run, or the processes have prepared for it
     n_micro:int=0       # Micro-batches, the one in flight included
     n_samples:int=0     # Samples whose gradients are in
@@ -449,14 +452,15 @@ def _after_batch(self:WindowCallback, win):
     learn,plan,rec,gathers = self.learn,self.plan,first_of(self.learn, 'Recorder'),self._gathers_metrics()
     had_it = win.n_micro and win.micro.is_over   # the window has ended sooner than was known
     def is_due(cb): return isinstance(cb, TrainEvalCallback) if win.is_empty else not (had_it and _wants_each(cb))
-    plan.n_done += 1
+    plan.end()
+    if not win.is_empty: self.sizes.append(win.n_all if win.stepped else 0)
     try:
         if gathers and learn.training: rec.train_metrics = False   # they have seen each micro-batch
         for cb in learn.cbs.sorted('order'):
             if is_due(cb): cb('after_batch')
     finally:
         if gathers: rec.train_metrics = True
-    if plan.n_windows is None: learn.pct_train = (learn.epoch+(plan.seen if plan.share is None else plan.share))/learn.n_epoch
+    if plan.varies or plan.n_windows is None: learn.pct_train = (learn.epoch+plan.begun)/learn.n_epoch
 
 # %% ../nbs/core.ipynb #c9495290
 def _progress_bars(learn): return [cb.pbar for cb in learn.cbs.filter(is_a, name='ProgressCallback') if vars(cb).get('pbar') is not None]
@@ -581,7 +585,7 @@ def _planned(self:WindowCallback):
     "The batches of the loader. The first is drawn before the windows are planned: by then the sampler has chosen"
     it,none = iter(self.learn.dl),object()
     b = next(it, none)
-    self._read_loss(); self._read_loader(self.learn.dl, self.group.n)
+    self._read_loss(); self._read_loader(self.learn.dl, self.group.n, self.learn.epoch)
     nominal = self.group.agree(self.plan, self._gathers_metrics())
     if self._fit.nominal is None: self._fit.nominal = nominal
     self.learn.n_iter = self.plan.n_iter
@@ -613,18 +617,18 @@ def _n_of(self:WindowCallback, b):
 @patch(as_prop=True)
 def _adds_up(self:WindowCallback):
     "Whether processes add up their samples"
-    return self.group.n>1 and not self.plan.n_step
+    return self.group.n>1 and not self.plan.counts_batches
 
 @patch
 def _fills(self:WindowCallback, win, more=0):
     "Whether the window is full, with `more` samples"
-    return win.n_batches>=self.plan.n_step if self.plan.n_step else win.n_samples+more>=self.n_samples
+    return win.n_batches>=win.goal if self.plan.counts_batches else win.n_samples+more>=win.goal
 
 @patch
 def _closes(self:WindowCallback, win):
     "Whether the window is known to end with the batch that was drawn"
     plan = self.plan
-    if self._adds_up: return self.group.add_up(plan, win, self.n_samples, win.n_of_batch, plan.ended)
+    if self._adds_up: return self.group.add_up(plan, win, win.goal, win.n_of_batch, plan.ended)
     return self._fills(win, win.n_of_batch) or (plan.ended and not plan.drop_last)
 
 @patch
@@ -637,7 +641,7 @@ def _is_owed(self:WindowCallback, win):
     "Whether there is a step to make though the window is not full: a tail that is kept, or one that other processes make"
     plan,group = self.plan,self.group
     if not group.waits: return not plan.drop_last
-    return group.go_along(plan, win, self.n_samples) if plan.n_windows is None else plan.n_done<plan.n_windows
+    return group.go_along(plan, win, win.goal) if plan.n_windows is None else plan.n_done<plan.n_windows
 
 # %% ../nbs/core.ipynb #1b0761cc
 @patch
@@ -682,8 +686,10 @@ def before_fit(self:WindowCallback):
     self._check_opt(); self._check_model(); self._read_loss()
     group = processes(learn.model, self.who)
     n_procs,dl = num_distrib() if first_of(learn, 'DistributedTrainer') else group.n,self._check_loader(group)
+    if n_procs>1 and group.n==1 and not hasattr(dl, 'world_size'): dl = Part(dl, n_procs)
     self.group = group
-    try: self._read_loader(dl if n_procs<2 or group.n>1 or hasattr(dl, 'world_size') else Part(dl, n_procs), n_procs)
+    try:
+        for epoch in reversed(range(learn.n_epoch if self._varies else 1)): self._read_loader(dl, n_procs, epoch)
     finally: self.group = Alone()
     learn.accumulate_step = self
     finder = first_of(learn, 'LRFinder')
@@ -712,6 +718,7 @@ def after_fit(self:WindowCallback):
 
 # %% ../nbs/core.ipynb #7652a5fe
 def _check_count(who, name, v):
+    if callable(v): return v   # checked when it is called
     if isinstance(v, bool) or not isinstance(v, Integral) or v<1:
         raise ValueError(f"{who}: {name} must be an int of at least 1, got {v!r}")
     return int(v)
@@ -797,20 +804,41 @@ def __repr__(self:WindowCallback):
     return f"{self.who}({', '.join(f'{o.name}={getattr(self, o.name)!r}' for o in pars if getattr(self, o.name)!=o.default)})"
 
 # %% ../nbs/core.ipynb #4c1e9807
+@patch(as_prop=True)
+def _varies(self:WindowCallback): return callable(self.n_step) or callable(self.n_samples)
+
 @patch
-def _read_loader(self:WindowCallback, dl, n_procs=1):
-    "Plan the epoch, and refuse or warn where the request cannot mean what it says"
-    n_step,n_samples,bs = self.n_step,self.n_samples,batch_size(dl)
-    if n_samples: bs = self.group.common_size(bs)
-    if n_procs>1 and n_samples and bs: n_step,n_samples = -(-n_samples//(bs*n_procs)),None
-    self.plan = plan = plan_epoch(dl, n_step, n_samples, self.drop_last)
-    if n_procs>1 and n_samples: plan.n_windows = None
-    name,v,unit = ('n_step',n_step,'micro-batches') if n_samples is None else ('n_samples',n_samples,'samples')
-    if n_samples and bs and v<bs:
-        self._warn_once('bs', f"n_samples={v} is below the batch size {bs}, so every micro-batch is a window. n_samples counts samples, n_step micro-batches")
-    held = self.group.max(len(dl))[0] if plan.n_step else self.group.sum(plan.n_samples or 0)[0]*(n_procs if self.group.n==1 else 1)
+def _wanted(self:WindowCallback, share, epoch=None):
+    "What fills a window that begins when `share` of the epoch has been seen: batches, or samples"
+    name,learn = 'n_step' if self.n_samples is None else 'n_samples',self.learn
+    v = f = getattr(self, name)
+    if callable(f):
+        pct = 0. if first_of(learn, 'LRFinder') else ((learn.epoch if epoch is None else epoch)+share)/learn.n_epoch
+        v = f(pct)
+        if isinstance(v, bool) or not isinstance(v, Integral) or v<1:
+            raise ValueError(f"{self.who}: {name} must return an int of at least 1, got {v!r} at pct={pct:.4g}; "
+                             "`lambda pct: max(1, round(f(pct)))` makes one of a schedule f")
+    return -(-v//self._per)
+
+@patch
+def _read_loader(self:WindowCallback, dl, n_procs, epoch):
+    "Plan an epoch, and refuse or warn where the request cannot mean what it says"
+    group,bs,self._per = self.group,batch_size(dl),1
+    wanted,name = partial(self._wanted, epoch=epoch),'n_step' if self.n_samples is None else 'n_samples'
+    if name=='n_samples':
+        bs,v = group.common_size(bs),wanted(0.)
+        if bs and v<bs:
+            self._warn_once('bs', f"n_samples={v} is below the batch size {bs}, so every micro-batch is a window. n_samples counts samples, n_step micro-batches")
+    adds_up = name=='n_samples' and n_procs>1
+    if adds_up and bs: name,self._per = 'n_step',bs*n_procs   # processes of one batch size can count batches
+    v,by_name = wanted(0.),'n_step' if name=='n_step' else 'goal'
+    agree = group.same_loader if self._varies and name=='n_step' else lambda drop, *o: o
+    self.plan = plan = plan_epoch(dl, **{by_name:wanted if self._varies else v}, drop_last=self.drop_last, agree=agree)
+    if adds_up and name=='n_samples': plan.n_windows = None
+    held,unit = (group.max(len(dl))[0],'micro-batches') if plan.counts_batches else (group.sum(plan.n_samples or 0)[0]*(n_procs if group.n==1 else 1),'samples')
     if not held or v<=held: return
+    at = f' at pct={epoch/self.learn.n_epoch:.4g}' if self._varies else ''
     if plan.drop_last:
-        raise ValueError(f"{self.who}: {name}={v} is more than the {held} {unit} of an epoch and the tail is dropped, so no step would ever be made. "
+        raise ValueError(f"{self.who}: {name}={v}{at} is more than the {held} {unit} of an epoch and the tail is dropped, so no step would ever be made. "
                          f"Lower {name} or pass drop_last=False")
-    self._warn_once('epoch', f"{name}={v} is more than the {held} {unit} of an epoch: a window ends with its epoch, and each epoch makes one step")
+    self._warn_once('epoch', f"{name}={v}{at} is more than the {held} {unit} of an epoch: a window ends with its epoch, and each epoch makes one step")

@@ -26,6 +26,7 @@ class Alone:
     def max(self, *vs): return vs
     def agree(self, plan, gathers_metrics): "Plan the same windows in all processes, and return the constant that losses are divided by"
     def common_size(self, bs): return bs
+    def same_loader(self, drop, *o): return o
     def check_drop(self, gathers_metrics): "Raise an error if the micro-batch in flight cannot be left out"
 
 # %% ../nbs/processes.ipynb #f3af65e1
@@ -88,6 +89,14 @@ def common_size(self:Processes, bs):
     "The batch size `bs`, if that of the other processes is the same"
     largest,smallest = self.max(bs or 0, -(bs or 0))
     return bs if largest==-smallest else None
+
+@patch
+def same_loader(self:Processes, drop, n_batches, n, bs):
+    "The batches, the samples and the batch size that all processes go by, where windows follow a schedule"
+    sign = -1 if drop else 1
+    n_batches = int(sign*self.max(sign*n_batches)[0])
+    total,bs = self.sum(math.nan if n is None else n)[0],self.common_size(bs)
+    return n_batches,None if math.isnan(total) else total/self.n,bs
 
 @patch
 def add_up(self:Processes, plan, win, goal, n=0, is_last=True):

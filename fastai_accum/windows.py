@@ -53,13 +53,16 @@ class Part:
 @dataclass
 class Plan:
     "What is known of the windows of an epoch, and how far it has come"
-    size:int             # Batches in a full window
+    size:int             # Batches in a full window, the first one
     n_windows:int|None   # Windows in the epoch; `None` if samples are counted and the batches vary in size
     n_batches:int        # Batches that the loader yields at most
     n_samples:int|None   # Samples in the epoch, where the loader says so
     drop_last:bool       # Whether the tail is thrown away
     bs:int|None=None     # Batch size of the loader, if it has one
-    n_step:int|None=None # Batches that fill a window, unless samples do
+    ends:list|None=None  # Batches that have been drawn when each window ends, where that is known
+    counts_batches:bool=True # Whether batches fill a window, and not samples
+    varies:bool=False    # Whether windows follow a schedule
+    begun:float=0.       # How much of the epoch is in windows that have ended, of 1
     n_done:int = 0       # Windows that have ended
     n_drawn:int = 0      # Samples that have been drawn
     batches_drawn:int=0  # Batches that have been drawn
@@ -88,26 +91,49 @@ def draw(self:Plan,
 ):
     "Note that a batch has been drawn. If one before the last has another size than the loader's, the number of windows is not known from then on"
     self.n_drawn += n; self.batches_drawn += 1
-    if not self.n_step and self.is_odd: self.n_windows = None
+    if not self.counts_batches and self.is_odd: self.n_windows = None
     self.is_odd = n!=self.bs
+
+@patch
+def end(self:Plan):
+    "Note that a window has ended. A tail that is dropped counts as seen with the last window"
+    self.n_done += 1
+    if self.n_windows is not None and self.n_done>=self.n_windows: self.begun = 1.
+    elif self.share is not None: self.begun = self.share
+    elif not self.counts_batches: self.begun = self.seen
+    else: self.begun = _share(self.ends[min(self.n_done, len(self.ends))-1], self.n_batches, self.n_samples, self.bs)   # another process may have more
+
+# %% ../nbs/windows.ipynb #c2fe37d4
+def _share(k, n_batches, n, bs):
+    "How much of an epoch the first `k` batches are: of its samples, where those can be counted, else of its batches"
+    return min(k*bs, n)/n if n and bs else k/n_batches
+
+def _ends(n_batches, n, bs, n_step, goal, drop):
+    "After which batches the windows of an epoch end"
+    def held(k): return min(k*bs, n or k*bs)   # samples in the first `k` batches
+    if goal and n: n_batches = -(-n//bs)
+    ends,k = [],0
+    while k<n_batches:
+        v = (n_step or goal)(_share(k, n_batches, n, bs))
+        end = k+v if n_step else k-(-v//bs)
+        is_full = end<=n_batches if n_step else held(min(end, n_batches))-held(k)>=v
+        if is_full or not drop: ends.append(min(end, n_batches))
+        k = end
+    return ends
 
 # %% ../nbs/windows.ipynb #d9b2b0f4
 def plan_epoch(
     dl, # Training `DataLoader`, fastai's or PyTorch's
-    n_step:int=1, # Batches in a window
-    goal:int|None=None, # Samples in a window, instead of `n_step`
-    drop_last:bool|None=None # Throw the tail away; `None` does what `dl` does with its own last batch
+    n_step:int|Callable=1, # Batches in a window; a number, or a function of the share of the epoch that has been seen
+    goal:int|Callable|None=None, # Samples in a window, instead of `n_step`
+    drop_last:bool|None=None, # Throw the tail away; `None` does what `dl` does with its own last batch
+    agree:Callable=lambda drop, *o: o # `(drop, n_batches, n_samples, bs)` of this process -> the last three, as all processes go by them
 )->Plan:
     "The windows that an epoch of `dl` will have"
-    n_batches,n,bs = n_batches_in(dl),samples_in(dl),batch_size(dl)
-    drop = drops_last(dl) if drop_last is None else drop_last
-    if goal is None:
-        n_windows = n_batches//n_step if drop else -(-n_batches//n_step)
-        return Plan(min(n_step,n_batches), n_windows, n_batches, n, drop, bs, n_step)
-    if bs is None:
-        size = max(1, min(n_batches, goal*n_batches//n if n else 1))
-        return Plan(size, None, n_batches, n, drop)
-    size = -(-goal//bs)
-    full,rest = divmod(n or n_batches*bs, size*bs)
-    n_windows = full + (rest>=goal or (rest>0 and not drop))
-    return Plan(min(size,n_batches), n_windows, n_batches, n, drop, bs)
+    drop,v = drops_last(dl) if drop_last is None else drop_last,n_step if goal is None else goal
+    n_batches,n,bs = agree(drop, n_batches_in(dl), samples_in(dl), batch_size(dl))
+    f = v if callable(v) else lambda share: v
+    if goal is None: ends,size = _ends(n_batches, n, bs, f, None, drop),f(0.)
+    elif bs:         ends,size = _ends(n_batches, n, bs, None, f, drop),-(-f(0.)//bs)
+    else:            ends,size = None,max(1, f(0.)*n_batches//n if n else 1)
+    return Plan(min(size,n_batches), None if ends is None else len(ends), n_batches, n, drop, bs, ends, goal is None, callable(v))

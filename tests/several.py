@@ -288,6 +288,32 @@ class InContext(Case):
         parts = [[i if (r,j//bs) not in self.left_out else None for j,i in enumerate(idxs[r*each:(r+1)*each])] for r in range(world)]
         return [[i for p in parts for i in p[w:min(w+k*bs,n)] if i is not None] for w in range(0, n, k*bs)]
 
+def grows(pct): return 1 if pct<.3 else 2 if pct<.6 else 3
+def samples_grow(pct): return 8 if pct<.3 else 20
+class Scheduled(Case):
+    "Windows on a schedule, against one process whose batches are those of all processes together"
+    def __init__(self, *args, acc=None, **kwargs): super().__init__(*args, n_step=1, acc=acc or dict(n_step=grows), **kwargs)
+    def alone(self, world):
+        acc,self.acc = self.acc,None
+        dls,self.acc = self.dls(self.windows(world)),acc
+        return train(dls, self.model(), AccumulateStep(**acc), self.loss_func, self.fit)
+class ScheduledInContext(InContext):
+    def alone(self, world):
+        acc,self.acc = self.acc,None
+        try: return train(self.dls(self.windows(world)), self.model(), AccumulateStep(**acc), fit=self.fit)
+        finally: self.acc = acc
+
+cases.update(
+    sched          = Scheduled([4]*8),
+    sched_uneven   = Scheduled([[4]*5, [4]*4, [4]*4]),
+    sched_weighted = Scheduled([4]*8, loss_func=nn.CrossEntropyLoss(weight=W)),
+    sched_drop     = Scheduled([4]*8, acc=dict(n_step=lambda pct: 3, drop_last=True)),
+    sched_adds_up  = Scheduled([[1,7,2,5,3,4], [6,1,4,2,2,1]], acc=dict(n_samples=samples_grow), **of_unknown),
+    ctx_sched      = ScheduledInContext(4, n=96, n_step=1, acc=dict(n_step=grows)),
+    ctx_sched_odd  = ScheduledInContext(4, n=80, n_step=1, acc=dict(n_step=grows)),
+    ctx_sched_n    = ScheduledInContext(4, n=96, n_step=1, acc=dict(n_samples=samples_grow)),
+)
+
 class Messages(EachMicro):
     "The bytes of each message that is sent for a micro-batch, and the gradients after its backward pass"
     order,run_valid = -2000,False
