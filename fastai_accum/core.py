@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from itertools import chain
 from numbers import Integral,Real
 from fastai.basics import *
-from torch.nn.modules.batchnorm import _BatchNorm
 from .replace import Replaced
 from .loss import base_loss,count_samples,loss_reduction,loss_weight,sums_by_nature
 from .processes import Alone,InMemory,processes
 from .gradients import Gradients,Hypers
 from .windows import Part,batch_size,plan_epoch
+from .refusals import check_cbs,check_count,check_loader,check_model,check_opt,check_weight,first_of,is_a,is_remote,note_batch_norm,refuse_unknown,said as _said
 
 # %% ../nbs/core.ipynb #b4d5b55b
 @dataclass
@@ -66,14 +66,14 @@ class AccumulateStep(WindowCallback):
         weight:Callable|None=None, # `(pred, *yb) -> float`, what the mean of the loss divides by, for a loss that `loss_weight` does not know
         **kwargs
     ):
-        _refuse_unknown(AccumulateStep, kwargs)
+        refuse_unknown(AccumulateStep, kwargs)
         if (n_step is None)==(n_samples is None):
             raise ValueError(f"AccumulateStep: give either n_step, which counts micro-batches, or n_samples, got {n_step=} and {n_samples=}")
-        if n_step    is not None: n_step    = _check_count(self.who, 'n_step', n_step)
-        if n_samples is not None: n_samples = _check_count(self.who, 'n_samples', n_samples)
+        if n_step    is not None: n_step    = check_count(self.who, 'n_step', n_step)
+        if n_samples is not None: n_samples = check_count(self.who, 'n_samples', n_samples)
         for k,v in dict(average=average, drop_last=drop_last).items():
             if v is not None and not isinstance(v, bool): raise ValueError(f"AccumulateStep: {k} must be True, False or None, got {v!r}")
-        _check_weight(self.who, weight)
+        check_weight(self.who, weight)
         store_attr(but='kwargs')
 
 # %% ../nbs/core.ipynb #a4aeebe3
@@ -98,7 +98,7 @@ def _train(self:WindowCallback, all_batches):
     try:
         with self.group.explained(), self._bars():
             batches,i = self._planned(),0
-            self._note_batch_norm()
+            note_batch_norm(self)
             for b in batches:
                 if self.plan.is_over:   # the tail is dropped: drawn, and shown to nobody
                     self._move_bars()
@@ -169,10 +169,6 @@ def _gather(self:WindowCallback, i, batches, hypers, ran=False):
     return win
 
 def _whole(b): yield b,True
-
-# %% ../nbs/core.ipynb #dd8131fe
-def is_a(cb, name): return any(o.__name__==name for o in type(cb).__mro__)
-def first_of(learn, name): return first(learn.cbs, partial(is_a, name=name))
 
 # %% ../nbs/core.ipynb #d2f8dcde
 @patch(as_prop=True)
@@ -506,14 +502,12 @@ def _weigh(self:WindowCallback):
     with torch.no_grad(): w = (self.weight or partial(loss_weight, self.learn.loss_func))(self.learn.pred, *self.learn.yb)
     if isinstance(w, (Tensor,np.ndarray)):
         if math.prod(w.shape)!=1: raise ValueError(f"{self.who}: {src} must return one number, got one of shape {tuple(w.shape)}; sum it")
-        if isinstance(w, Tensor) and _is_remote(w) and not self._can_be_nan:
+        if isinstance(w, Tensor) and is_remote(w) and not self._can_be_nan:
             return w.detach().reshape(()).to(torch.promote_types(self.learn.loss.dtype, torch.float32))
         w = w.item()
     if isinstance(w, bool) or not isinstance(w, Real): raise ValueError(f"{self.who}: {src} must return one number, got {w!r}")
     if not 0<=w<math.inf: raise ValueError(f"{self.who}: {src} must return a finite number of at least 0, got {w!r}")
     return w
-
-def _is_remote(t): return t.device.type!='cpu'
 
 # %% ../nbs/core.ipynb #a9adb58b
 @patch
@@ -613,6 +607,20 @@ def _n_of(self:WindowCallback, b):
     i = getattr(self.learn.dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
     return count_samples(b[i:], b[:i])
 
+# %% ../nbs/core.ipynb #e9426202
+@patch
+def _wanted(self:WindowCallback, share, epoch=None):
+    "What fills a window that begins when `share` of the epoch has been seen: batches, or samples"
+    name,learn = 'n_step' if self.n_samples is None else 'n_samples',self.learn
+    v = f = getattr(self, name)
+    if callable(f):
+        pct = 0. if first_of(learn, 'LRFinder') else ((learn.epoch if epoch is None else epoch)+share)/learn.n_epoch
+        v = f(pct)
+        if isinstance(v, bool) or not isinstance(v, Integral) or v<1:
+            raise ValueError(f"{self.who}: {name} must return an int of at least 1, got {v!r} at pct={pct:.4g}; "
+                             "`lambda pct: max(1, round(f(pct)))` makes one of a schedule f")
+    return -(-v//self._per)
+
 # %% ../nbs/core.ipynb #896b510d
 @patch(as_prop=True)
 def _adds_up(self:WindowCallback):
@@ -680,12 +688,12 @@ def before_fit(self:WindowCallback):
     self._replace()
     if learn.lock.locked(): return
     self._fit = None
-    self._check_cbs(); self._check()
+    check_cbs(self); self._check()
     learn.cbs = L(self) + learn.cbs.filter(lambda o: o is not self)   # the first, also of those whose `order` is as low
     if not self._in_charge: return
-    self._check_opt(); self._check_model(); self._read_loss()
+    check_opt(self); check_model(self); self._read_loss()
     group = processes(learn.model, self.who)
-    n_procs,dl = num_distrib() if first_of(learn, 'DistributedTrainer') else group.n,self._check_loader(group)
+    n_procs,dl = num_distrib() if first_of(learn, 'DistributedTrainer') else group.n,check_loader(self, group)
     if n_procs>1 and group.n==1 and not hasattr(dl, 'world_size'): dl = Part(dl, n_procs)
     self.group = group
     try:
@@ -716,31 +724,7 @@ def after_fit(self:WindowCallback):
     if self._kept is not None: self._kept.load()
     self._end()
 
-# %% ../nbs/core.ipynb #7652a5fe
-def _check_count(who, name, v):
-    if callable(v): return v   # checked when it is called
-    if isinstance(v, bool) or not isinstance(v, Integral) or v<1:
-        raise ValueError(f"{who}: {name} must be an int of at least 1, got {v!r}")
-    return int(v)
-
-def _check_weight(who, weight):
-    if weight is not None and not callable(weight):
-        raise ValueError(f"{who}: weight must be a function (pred, *yb) -> float, got {weight!r}")
-
-_meant = dict(n_acc=('AccumulateStep','n_samples'), acc_steps=('AccumulateStep','n_step'), n_steps=('AccumulateStep','n_step'), n_micro=('AccumulateStep','n_step'),
-              n_step=('AccumulateStep','n_step'), n_samples=('AccumulateStep','n_samples'), bs=('MicroBatch','bs'), micro_batch_size=('MicroBatch','bs'))
-
-def _refuse_unknown(cls, kwargs):
-    "Name the argument that was meant, and whose it is"
-    args = [o for o in inspect.signature(cls.__init__).parameters if o not in ('self','kwargs')]
-    for k,v in kwargs.items():
-        who,name = _meant.get(k, (None,None))
-        hint = f"Did you mean `{who}({name}={v!r})`? " if who else ''
-        raise TypeError(f"{cls.__name__}: there is no argument {k!r}. {hint}The arguments are {', '.join(args)}")
-
-# %% ../nbs/core.ipynb #83b84c48
-_said = set()   # in this session
-
+# %% ../nbs/core.ipynb #1f91e2c6
 @patch
 def _warn_once(self:WindowCallback, about, msg):
     warned = vars(self).setdefault('_warned', set())
@@ -748,52 +732,6 @@ def _warn_once(self:WindowCallback, about, msg):
     warned.add(about)
     warnings.warn(f"{self.who}: {msg}", stacklevel=2)
 
-@patch
-def _check_cbs(self:WindowCallback):
-    cbs,who = self.learn.cbs,self.who
-    n,own = cbs.map(is_a, name=who).count(True),sum(o is self for o in cbs)
-    if own>1: raise ValueError(f"{who}: the same instance is registered {own} times; give it in cbs= once")
-    if n>1: raise ValueError(f"{who}: cbs of the learner and of this fit hold {n} of them, keep one (`learn.accumulate` and `learn.micro_batch` replace)")
-    if first_of(self.learn, 'GradientAccumulation'):
-        raise ValueError(f"{who}: cbs holds fastai's GradientAccumulation too; remove it with `learn.remove_cb(GradientAccumulation)`")
-
-@patch
-def _check_opt(self:WindowCallback):
-    opt = getattr(self.learn.opt, 'opt', None)   # PyTorch's, in an `OptimWrapper`
-    closure = opt and inspect.signature(opt.step).parameters.get('closure')
-    if closure is None or closure.default is None: return
-    raise ValueError(f"{self.who}: the optimizer {type(opt).__name__} asks for the loss several times a step, when the micro-batches of its window are "
-                     "gone; take one that steps on gradients, such as Adam")
-
-@patch
-def _check_model(self:WindowCallback):
-    "Warn of a loop that ours takes the place of, and of CUDA graphs, whose memory is used again by the next micro-batch"
-    if type(self.learn).all_batches is not Learner.all_batches or 'all_batches' in vars(self.learn):
-        self._warn_once('loop', "the learner has an all_batches of its own, which is not called in training; override one_batch, which is called for each micro-batch")
-    compiled = [f for m in self.learn.model.modules() for f in (m, getattr(m, '_compiled_call_impl', None)) if hasattr(f, 'get_compiler_config')]
-    if any((f.get_compiler_config() or {}).get('triton.cudagraphs') for f in compiled) and _is_remote(next(self.learn.model.parameters())):
-        self._warn_once('graphs', "the model is compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'), which may overwrite gradients between micro-batches "
-                                  "(PyTorch's issues 96693 and 169545); compile with mode='default' or 'max-autotune-no-cudagraphs'")
-
-@patch
-def _note_batch_norm(self:WindowCallback):
-    "Say once a session what ordinary batch norm sees; by now callbacks have put into evaluation what they want there"
-    cut = self._cutter
-    if 'batch norm' in _said or rank_distrib() or (cut.exact if cut else self.n_step==1): return
-    if not any(isinstance(m, _BatchNorm) and m.training for m in self.learn.model.modules()): return
-    _said.add('batch norm')
-    print(f"{self.who}: the model has batch norm, which sees each micro-batch and not the large batch. Two ways out: load the large batch and cut it with "
-          "MicroBatch(bs, exact=True), which is exact; or train without its statistics, with BatchNormEval() or to_group_norm(model). (This is said once.)")
-
-@patch
-def _check_loader(self:WindowCallback, group):
-    "The training loader, if there is one and it has batches"
-    dls = self.learn.dls
-    if not dls or not len(dls.loaders): raise ValueError(f"{self.who}: the learner has no training loader (learn.dls is {'None' if dls is None else 'empty'}); set `learn.dls`")
-    if group.n==1 and not len(dls.train): raise ValueError(f"{self.who}: the training loader is empty; if it has drop_last=True, the data set is smaller than one batch")
-    return dls.train
-
-# %% ../nbs/core.ipynb #1f91e2c6
 @patch
 def __call__(self:WindowCallback, event_name):
     if hasattr(type(self), event_name): return Callback.__call__(self, event_name)   # fastai would look for other events in the model
@@ -806,19 +744,6 @@ def __repr__(self:WindowCallback):
 # %% ../nbs/core.ipynb #4c1e9807
 @patch(as_prop=True)
 def _varies(self:WindowCallback): return callable(self.n_step) or callable(self.n_samples)
-
-@patch
-def _wanted(self:WindowCallback, share, epoch=None):
-    "What fills a window that begins when `share` of the epoch has been seen: batches, or samples"
-    name,learn = 'n_step' if self.n_samples is None else 'n_samples',self.learn
-    v = f = getattr(self, name)
-    if callable(f):
-        pct = 0. if first_of(learn, 'LRFinder') else ((learn.epoch if epoch is None else epoch)+share)/learn.n_epoch
-        v = f(pct)
-        if isinstance(v, bool) or not isinstance(v, Integral) or v<1:
-            raise ValueError(f"{self.who}: {name} must return an int of at least 1, got {v!r} at pct={pct:.4g}; "
-                             "`lambda pct: max(1, round(f(pct)))` makes one of a schedule f")
-    return -(-v//self._per)
 
 @patch
 def _read_loader(self:WindowCallback, dl, n_procs, epoch):

@@ -11,7 +11,8 @@ __all__ = ['MicroBatch']
 import warnings
 from numbers import Integral
 from fastai.basics import *
-from .core import WindowCallback,_check_weight,_refuse_unknown,first_of,is_a
+from .core import WindowCallback
+from .refusals import check_weight,first_of,is_a,refuse_unknown
 from .replace import Replaced
 from .processes import processes
 from .rewind import Buffers,Hidden,RandomState,WindowState,accelerators,is_out_of_memory
@@ -34,7 +35,7 @@ class MicroBatch(WindowCallback):
         weight:Callable|None=None, # `(pred, *yb) -> float`, what the mean of the loss divides by, for a loss that `loss_weight` does not know
         **kwargs
     ):
-        _refuse_unknown(MicroBatch, kwargs)
+        refuse_unknown(MicroBatch, kwargs)
         if bs!='auto':
             if isinstance(bs, bool) or not isinstance(bs, Integral) or bs<1:
                 raise ValueError(f"MicroBatch: bs must be an int of at least 1, or 'auto', got {bs!r}")
@@ -42,7 +43,7 @@ class MicroBatch(WindowCallback):
         for k,v in dict(coupled=coupled, exact=exact, valid=valid).items():
             if not isinstance(v, bool): raise ValueError(f"MicroBatch: {k} must be True or False, got {v!r}")
         if split is not None and not callable(split): raise ValueError(f"MicroBatch: split must be a function (batch, bs) -> slices, got {split!r}")
-        _check_weight(self.who, weight)
+        check_weight(self.who, weight)
         if exact and not hasattr(torch, 'get_autocast_dtype'): raise ValueError(f"MicroBatch: exact=True needs PyTorch 2.4 or later, this is {torch.__version__}")
         store_attr(but='kwargs')
         self.size         = None      # samples in a slice of the last batch

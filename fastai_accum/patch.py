@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from functools import wraps
 from types import SimpleNamespace
 from fastai.basics import *
-from .core import AccumulateStep,is_a
+from .core import AccumulateStep
+from .refusals import is_a
 
 # %% ../nbs/patch.ipynb #bdf660df
 def _has_own(cbs): return any(is_a(o, 'AccumulateStep') for o in cbs)   # by name: a notebook may have reloaded the module
@@ -38,7 +39,7 @@ def _accumulating(fit):
 # %% ../nbs/patch.ipynb #1633ffb7
 @delegates(AccumulateStep)
 def turn_on_accumulation(
-    n_step:int|None=None, # Micro-batches in a window; give this or `n_samples`
+    n_step:int|Callable|None=None, # Micro-batches in a window, or a function `pct -> int`; give this or `n_samples`
     **kwargs
 ):
     "Accumulate in every fit of every `Learner` that has no `AccumulateStep` of its own; replaces an earlier setting"
@@ -65,7 +66,7 @@ def turn_off_accumulation():
 @contextmanager
 @delegates(AccumulateStep)
 def accumulation(
-    n_step:int|None=None, # Micro-batches in a window; give this or `n_samples`
+    n_step:int|Callable|None=None, # Micro-batches in a window, or a function `pct -> int`; give this or `n_samples`
     **kwargs
 ):
     "`turn_on_accumulation` for the length of a `with` block; then back to what was before"

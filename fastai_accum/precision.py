@@ -10,7 +10,7 @@ __all__ = ['GradAccumDtype']
 # %% ../nbs/precision.ipynb #aee3e873
 from contextlib import contextmanager
 from fastai.basics import *
-from .core import first_of,is_a
+from .refusals import first_of,is_a
 from .processes import _is_sharded
 
 # %% ../nbs/precision.ipynb #a826efc7

@@ -11,7 +11,7 @@ __all__ = ['Seesaw', 'SchedSeesaw']
 from collections import namedtuple
 from numbers import Integral
 from fastai.basics import *
-from .core import _check_count
+from .refusals import check_count
 
 # %% ../nbs/schedules.ipynb #124651e0
 @patch
@@ -40,7 +40,7 @@ def SchedSeesaw(
     if not callable(sched): raise ValueError(f"SchedSeesaw: sched must be a function of pct, such as SchedCos(1e-3, 0), got {sched!r}")
     for k,v in dict(n_step=n_step, n_max=n_max).items():
         if callable(v): raise ValueError(f"SchedSeesaw: {k} must be an int of at least 1, got {v!r}")
-        _check_count('SchedSeesaw', k, v)
+        check_count('SchedSeesaw', k, v)
     if n_max<n_step: raise ValueError(f"SchedSeesaw: n_max must be at least n_step={n_step}, got {n_max}")
     most = int(math.log2(n_max/n_step))
     def doublings(pct): return min(most, _halvings(sched, pct))

@@ -10,7 +10,7 @@ __all__ = ['SkipNonFinite']
 # %% ../nbs/skip.ipynb #2df4f3dc
 import warnings
 from fastai.basics import *
-from .core import first_of
+from .refusals import first_of
 
 # %% ../nbs/skip.ipynb #1129bd5d
 class SkipNonFinite(Callback):

@@ -5,7 +5,7 @@ import pytest
 import fastcore.test as fct
 from torchvision.models.resnet import BasicBlock,ResNet
 from harness import *
-from fastai_accum import core
+from fastai_accum import refusals
 from fastai_accum.batchnorm import *
 from fastai_accum.microbatch import *
 
@@ -119,7 +119,7 @@ def test_batch_norm_eval():
 def notes(monkeypatch, capsys):
     "What is said of batch norm in a new session, in `n` fits"
     def f(cbs=None, model=None, n=1):
-        monkeypatch.setattr(core, '_said', set())
+        monkeypatch.setattr(refusals, 'said', set())
         for _ in range(n):
             m = nn.Sequential(nn.Linear(6,8), nn.BatchNorm1d(8), nn.Linear(8,3)).double() if model is None else model()
             make_learner(make_dls(24, 4), m, cbs=cbs and cbs(), splitter=params).fit(1)

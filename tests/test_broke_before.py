@@ -121,7 +121,7 @@ class Keeps(nn.Module):
 @pytest.mark.parametrize('name', ['parameters','object','activations','plain'])
 def test_micro_batch_without_targets(name, remote, monkeypatch):
     "No backward pass where the weight is 0: NaN has no way in"
-    if remote: monkeypatch.setattr('fastai_accum.core._is_remote', lambda t: True)
+    if remote: monkeypatch.setattr('fastai_accum.core.is_remote', lambda t: True)
     def train(bs, n_step):
         model = dict(object=PredOfObject, activations=Keeps).get(name, small_model)()
         loss = dict(parameters=LearnedLoss(), object=lambda p, y: F.cross_entropy(p.out, y, weight=W0),
@@ -388,7 +388,7 @@ def test_errors_of_micro_batch(loss, match):
 def test_cuda_graphs(mode, warns, monkeypatch):
     "Which overwrite gradients between micro-batches are warned of; told here without a GPU"
     if not hasattr(torch.compile(nn.Linear(1,1)), 'get_compiler_config'): pytest.skip('this PyTorch does not tell how a model was compiled')
-    monkeypatch.setattr('fastai_accum.core._is_remote', lambda t: True)
+    monkeypatch.setattr('fastai_accum.refusals.is_remote', lambda t: True)
     learn = learner(make_dls(64, 8), AccumulateStep(4), model=torch.compile(small_model(), mode=mode))
     with warnings.catch_warnings(record=True) as rec: warnings.simplefilter('always'); learn('before_fit')
     assert any('CUDA graphs' in str(o.message) for o in rec)==warns

@@ -72,7 +72,7 @@ def test_losses_of_predictions():
 @pytest.mark.parametrize('tensors', [False, True])
 @pytest.mark.parametrize('v', [-1., math.nan, math.inf])
 def test_weight_values(v, tensors, monkeypatch):
-    if tensors: monkeypatch.setattr('fastai_accum.core._is_remote', lambda t: True)   # as on an accelerator
+    if tensors: monkeypatch.setattr('fastai_accum.core.is_remote', lambda t: True)   # as on an accelerator
     w = lambda pred,targ: torch.tensor(v)
     refused(make_learner(make_dls(64, 8), cbs=AccumulateStep(4, weight=w)), f'weight must return a finite number of at least 0, got {v}')
 

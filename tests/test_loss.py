@@ -152,7 +152,7 @@ def test_weight_function():
 @pytest.mark.parametrize('name', ['ce_void','ce_weight_zero','ce_smooth_void'])
 def test_float_weights_on_an_accelerator(name, monkeypatch):
     "On an accelerator weights stay tensors; the same code, run here on tensors that claim not to be on the CPU"
-    monkeypatch.setattr('fastai_accum.core._is_remote', lambda t: True)
+    monkeypatch.setattr('fastai_accum.core.is_remote', lambda t: True)
     loss,y,*model = losses[name]
     assert_same(*pair(loss, y, *model))
 
@@ -167,7 +167,7 @@ empty = dict(
 @pytest.mark.parametrize('name', empty)
 def test_window_of_weight_zero(name, tensors, monkeypatch):
     "A whole window of weight 0, and the one after it: what the large batch does, which is zero gradients, or NaN where its own are NaN"
-    if tensors: monkeypatch.setattr('fastai_accum.core._is_remote', lambda t: True)
+    if tensors: monkeypatch.setattr('fastai_accum.core.is_remote', lambda t: True)
     loss,y = empty[name]
     y = tuple(o.clone() for o in tuplify(y))
     good = dict(masked=1., clamped=1.).get(name, 1)
