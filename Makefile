@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/.installed
 
-.PHONY: help demo test test-all works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-checkpointing clean
+.PHONY: help demo test test-all works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-checkpointing bench-noise clean
 
 help: ## One line for each command
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -47,6 +47,9 @@ bench-wholebatch: $(READY) ## What the ways to keep the whole batch cost, in tim
 bench-checkpointing: $(READY) ## What recomputing blocks saves, and what it costs, for common architectures
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
 	$(BIN)/python benchmarks/checkpointing.py
+
+bench-noise: $(READY) ## What measuring the noise of gradients costs in time
+	$(BIN)/python benchmarks/noise.py
 
 experiments: $(READY) ## What the first users of accumulation tried, and other libraries (downloads MNIST and CIFAR, an hour and a half)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations,bench]'
