@@ -8,7 +8,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/index.html.md"""
 __all__ = []
 
 # %% ../nbs/index.ipynb #cae9a1f5
-from fastai_accum import core,patch,microbatch,batchnorm,clip,skip,precision
+from fastai_accum import core,patch,microbatch,batchnorm,clip,skip,precision,schedules,check,noise
 from fastai_accum.loss import loss_weight
 from fastai_accum.core import *
 from fastai_accum.patch import *
@@ -17,8 +17,11 @@ from fastai_accum.batchnorm import *
 from fastai_accum.clip import *
 from fastai_accum.skip import *
 from fastai_accum.precision import *
+from fastai_accum.schedules import *
+from fastai_accum.noise import NoiseScale
 from fastai_accum.checkpointing import GradientCheckpointing
 from fastai_accum.offload import OffloadActivations
 
 # %% ../nbs/index.ipynb #f21b2315
-__all__ = ['loss_weight', *core.__all__, *patch.__all__, *microbatch.__all__, *batchnorm.__all__, *clip.__all__, *skip.__all__, *precision.__all__, 'GradientCheckpointing', 'OffloadActivations']
+__all__ = ['loss_weight', *core.__all__, *patch.__all__, *microbatch.__all__, *batchnorm.__all__, *clip.__all__, *skip.__all__, *precision.__all__, *schedules.__all__,
+           'NoiseScale', 'GradientCheckpointing', 'OffloadActivations']

@@ -19,7 +19,7 @@ from .loss import base_loss,count_samples,loss_reduction,loss_weight,sums_by_nat
 from .processes import Alone,InMemory,processes
 from .gradients import Gradients,Hypers
 from .windows import Part,batch_size,plan_epoch
-from .refusals import check_cbs,check_count,check_loader,check_model,check_opt,check_weight,first_of,is_a,is_remote,note_batch_norm,refuse_unknown,said as _said
+from .refusals import check_cbs,check_count,check_loader,check_model,check_opt,check_weight,first_of,is_a,is_remote,note_batch_norm,refuse_unknown
 
 # %% ../nbs/core.ipynb #b4d5b55b
 @dataclass

@@ -9,7 +9,6 @@ __all__ = ['Seesaw', 'SchedSeesaw']
 
 # %% ../nbs/schedules.ipynb #08a04959
 from collections import namedtuple
-from numbers import Integral
 from fastai.basics import *
 from .refusals import check_count
 
