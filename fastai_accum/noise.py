@@ -241,7 +241,7 @@ def _compare(rows, curves, show_plot):
     for k,seen in curves.items():
         line = _by_samples(seen, horizon)
         rows[k] = dict(samples=max(n for n,_ in seen), train_loss=line[-1][1], **rows[k])
-        if show_plot: ax.plot(*zip(*line), label=f'n_step={k}, lr {rows[k]["lr"]:.2g}')
+        if show_plot: ax.plot(*zip(*[o for o in line if o[0]>=horizon]), label=f'n_step={k}, lr {rows[k]["lr"]:.2g}')
     if show_plot: ax.set(xlabel='samples', ylabel='training loss', title=f'Averaged over about {horizon:.0f} samples'); ax.legend()
     return pd.DataFrame(rows).T.rename_axis('n_step').astype({'samples':int,'steps':int})
 
