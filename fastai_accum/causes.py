@@ -1,4 +1,4 @@
-"""Suspects are tried alone, and remedies are tried out
+"""How the check finds causes, and tests each remedy before it names it
 
 Docs: https://fastai-accum.github.io/fastai_accum/causes.html.md"""
 
@@ -30,8 +30,8 @@ def check(self:Bench):
         raise ValueError(f"check_accumulation: the gradient of {self.n} samples at once is not finite; find out why first")
     err = self.error(every)
     causes = [] if err<=tol else self.causes(every)
-    own = 'by ' + ' and '.join(map(_line, self.windows())) + ('' if self.is_own else ', as the learner has nothing of its own')
-    what = (f"Compared: one step on {self.n} samples of the first training batch, at once and in micro-batches of {self.size} "
+    own = 'with ' + ' and '.join(map(_line, self.windows())) + ('' if self.is_own else ', because the learner does not accumulate yet')
+    what = (f"Compared: one step on {self.n} samples of the first training batch, in one batch and in micro-batches of {self.size} "
             f"{own}; {_name(self.learn.loss_func)}, in float64 on {self.device.type}")
     return Check(err, causes, what, self.left_out)
 
@@ -224,16 +224,18 @@ def remedy(self:Bench, kind, on, seen):
         for o in self.weights(seen):
             if self.works(on, partial(self.own_with, weight=eval(o))): return self.own_line(weight=o)
         if self.works(on, partial(self.own_with, average=False)): return self.own_line(average=False)
-        if self.is_weighted(seen): return self.own_line(weight='f') + ', where f(pred, *yb) returns what the mean of your loss divides by; or ' + self.line(coupled=True)
+        if self.is_weighted(seen):
+            return self.own_line(weight='f') + '; write f(pred, *yb) so that it returns the number that your loss divides by; or ' \
+                + self.line(coupled=True)
     res = [self.line(**{k:True}) for k in _whole[kind] if self.works(on, partial(self.whole, **{k:True}))][:1]
     if kind=='batch norm' and not self._large(frozenset(on), [BatchNormEval()]).norms: res += ['BatchNormEval()', 'to_group_norm(learn.model)']
-    if kind=='dropout':    res += ['leave it: other masks are no bias']
+    if kind=='dropout':    res += ['leave it: other dropout masks do not bias the gradient']
     if kind=='callback':   res += ['let it act in before_step or after_step']
     return '; or '.join(res or [_none[kind!='unknown']])
 
 _whole = defaultdict(lambda: ('coupled','exact'), {'batch norm':['exact'], 'dropout':['exact']})
-_none = ('rewrite it so that samples do not see each other; or keep the whole batch, with GradientCheckpointing() or OffloadActivations()',
-         'nothing that was tried works; keep the whole batch, with GradientCheckpointing() or OffloadActivations()')
+_keep = 'keep the large batch in memory with GradientCheckpointing() or OffloadActivations()'
+_none = f'rewrite the module so that each sample is computed by itself; or {_keep}',f'no setting that was tried makes it exact; {_keep}'
 
 @patch
 def own_with(self:Bench, **kwargs):

@@ -1,4 +1,4 @@
-"""`learn.check_accumulation()` compares one step in micro-batches with the same step at once, and names what makes a difference
+"""`learn.check_accumulation()` compares one step in micro-batches with the same step on the large batch, and names each cause of a difference
 
 Docs: https://fastai-accum.github.io/fastai_accum/check.html.md"""
 
@@ -20,7 +20,7 @@ from .rewind import RandomState,accelerators
 # %% ../nbs/check.ipynb #fb7b5acc
 @dataclass
 class Cause:
-    "What makes the gradient of micro-batches another one"
+    "One cause of a difference"
     kind:str     # 'batch norm', 'dropout', 'loss', 'augmentation', 'callback' or 'unknown'
     where:list   # Names of the modules, of the loss or of the callback
     error:float  # Relative error of the gradient with this cause alone
@@ -33,13 +33,14 @@ class Cause:
 class Check:
     "What `check_accumulation` has found"
     error:float        # Relative error of the gradient of one step
-    causes:list        # A `Cause` for each thing that makes it; none if `error` is rounding
+    causes:list        # One `Cause` for each reason; empty if the difference is only rounding
     compared:str       # What was compared
     left_out:list=field(default_factory=list)   # Callbacks that cannot be copied
 
     @property
     def title(self):
-        return f"In micro-batches the gradient is {'not ' if self.causes else ''}that of the whole batch: relative error {self.error:.1e}"
+        is_that = 'differs from' if self.causes else 'is'
+        return f'The gradient of the micro-batches {is_that} that of the large batch: relative error {self.error:.1e}'
 
     @property
     def note(self):
@@ -82,11 +83,13 @@ def _apart(learn):
 
 @patch
 def check_accumulation(self:Learner,
-    bs:int=4 # Samples to take from the first training batch; they are cut into micro-batches of half of them
+    bs:int=4 # Samples to compare, at most one batch of the loader; each micro-batch has half of them
 )->Check: # Shows itself as a table
-    "Compare the gradient of one step in micro-batches with that of the same samples at once, and find what makes a difference"
-    if isinstance(bs, bool) or not isinstance(bs, Integral) or bs<2: raise ValueError(f"check_accumulation: bs must be an int of at least 2, got {bs!r}")
-    if not hasattr(torch, 'get_autocast_dtype'): raise RuntimeError(f"check_accumulation needs PyTorch 2.4 or later, this is {torch.__version__}")
+    "Compare the gradient of one step in micro-batches with that of the large batch, and find the causes of a difference"
+    if isinstance(bs, bool) or not isinstance(bs, Integral) or bs<2:
+        raise ValueError(f"check_accumulation: bs must be an int of at least 2, got {bs!r}")
+    if not hasattr(torch, 'get_autocast_dtype'):
+        raise RuntimeError(f"check_accumulation needs PyTorch 2.4 or later, this is {torch.__version__}")
     from fastai_accum.causes import Bench   # not sooner: few sessions need them
     from fastai_accum.trial import InDouble,first_batch
     batch,n_inp = first_batch(self)

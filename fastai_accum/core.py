@@ -618,7 +618,7 @@ def _wanted(self:WindowCallback, share, epoch=None):
         v = f(pct)
         if isinstance(v, bool) or not isinstance(v, Integral) or v<1:
             raise ValueError(f"{self.who}: {name} must return an int of at least 1, got {v!r} at pct={pct:.4g}; "
-                             "`lambda pct: max(1, round(f(pct)))` makes one of a schedule f")
+                             "to use a schedule f, pass `lambda pct: max(1, round(f(pct)))`")
     return -(-v//self._per)
 
 # %% ../nbs/core.ipynb #896b510d

@@ -1,4 +1,4 @@
-"""How far should I accumulate? `learn.noise_scale()` measures it, as `lr_find` measures learning rates
+"""`learn.noise_scale()` measures the gradient noise scale, as `lr_find` measures learning rates
 
 Docs: https://fastai-accum.github.io/fastai_accum/noise.html.md"""
 
@@ -120,9 +120,9 @@ class NoiseScale(DuringTraining):
 def _check(self:NoiseScale):
     cbs,cut = self.learn.cbs,first_of(self.learn, 'MicroBatch')
     if cbs.map(is_a, name='NoiseScale').count(True)>1:
-        raise ValueError("NoiseScale: cbs holds more than one of them, keep one")
+        raise ValueError("NoiseScale: cbs has more than one NoiseScale; keep one")
     if not first_of(self.learn, 'WindowCallback'):
-        raise ValueError("NoiseScale: the learner has no AccumulateStep, and it takes two micro-batches to see noise; "
+        raise ValueError("NoiseScale: the learner has no AccumulateStep, and noise can only be measured with at least two micro-batches in a window; "
                          "add AccumulateStep(n_step=2) or more")
     if cut and cut.shows_whole:
         raise ValueError(f"NoiseScale: {cut!r} has no gradient for each slice; "
@@ -371,7 +371,7 @@ def _warn(self:NoiseScale, about, msg):
     if about in self._warned: return
     self._warned.add(about)
     if rank_distrib(): return
-    warnings.warn(f"NoiseScale: {msg}; you will not be told of this again in this fit", stacklevel=2)
+    warnings.warn(f"NoiseScale: {msg}; this warning appears once in each fit", stacklevel=2)
 
 @patch
 def _note_batch_norm(self:NoiseScale):
@@ -387,7 +387,7 @@ def after_fit(self:NoiseScale):
     learn,on = self.learn,self._looked and not self._depth
     super(NoiseScale, self).after_fit()
     if on and not self._rows and not self._new:
-        self._warn('none', "no window had two micro-batches; take n_step of 2 or more")
+        self._warn('none', "no window had two micro-batches; use n_step=2 or more")
 
 # %% ../nbs/noise.ipynb #684a5ebf
 def _log(axis): axis.set_major_formatter(LogFormatter()); axis.set_minor_formatter(LogFormatter())   # 60, not 6×10¹
@@ -406,7 +406,7 @@ def _report(cb, n_step, now, show_plot):
     if res.n_step: print(f"Gradient noise scale: {_n(res.scale)} samples "
                          f"(95 % interval {_n(res.low)} to {_n(res.high)}), from {of}. The effective batch is {_n(size)} now; n_step={res.n_step} makes it {_n(res.n_step*bs)}.")
     else: print(f"Gradient noise scale: not measurable here, take more windows (num_it) or larger ones (n_step). "
-                f"In {of} the gradient cannot be told from zero.")
+                f"In {of} the noise hides the gradient.")
     if show_plot: _plot_estimate(df, size, res.n_step, bs)
     return res
 

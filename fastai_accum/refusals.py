@@ -1,4 +1,4 @@
-"""What cannot work raises before training starts, and says what to do
+"""Errors that come before the first step, and how to fix them
 
 Docs: https://fastai-accum.github.io/fastai_accum/refusals.html.md"""
 
@@ -74,8 +74,10 @@ def check_model(cb):
 def check_loader(cb, group):
     "The training loader, if there is one and it has batches"
     dls = cb.learn.dls
-    if not dls or not len(dls.loaders): raise ValueError(f"{cb.who}: the learner has no training loader (learn.dls is {'None' if dls is None else 'empty'}); set `learn.dls`")
-    if group.n==1 and not len(dls.train): raise ValueError(f"{cb.who}: the training loader is empty; if it has drop_last=True, the data set is smaller than one batch")
+    if not dls or not len(dls.loaders):
+        raise ValueError(f"{cb.who}: the learner has no training loader (learn.dls is {'None' if dls is None else 'empty'}); set `learn.dls`")
+    if group.n==1 and not len(dls.train):
+        raise ValueError(f"{cb.who}: the training loader is empty; if it has drop_last=True, the data set is smaller than one batch")
     return dls.train
 
 # %% ../nbs/refusals.ipynb #5a01a2fa

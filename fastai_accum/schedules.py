@@ -19,7 +19,8 @@ def plot_windows(self:Recorder,
 ):
     "Plot the learning rate, the effective batch and the steps of the last fit against the samples that had been seen"
     acc = vars(self.learn).get('accumulate_step')
-    if not getattr(acc, 'sizes', None): raise ValueError("plot_windows: the learner has not trained with AccumulateStep or MicroBatch yet; call `fit` first")
+    if not getattr(acc, 'sizes', None):
+        raise ValueError("plot_windows: the learner has not trained with AccumulateStep or MicroBatch yet; call `fit` first")
     seen,made = np.cumsum([0,*acc.sizes]),np.cumsum(np.array(acc.sizes)>0)
     _,axs = plt.subplots(1, 3, figsize=figsize, layout='constrained')
     for ax,ys,title in zip(axs, (self.lrs,acc.sizes,made), ('learning rate','effective batch, in samples','steps so far')):
@@ -52,5 +53,6 @@ def _halvings(sched, pct):
     a,b = (float(np.max(sched(o))) for o in (0.,pct))
     if not a>0: raise ValueError(f"SchedSeesaw: sched must begin above 0, got {a:g} at pct=0")
     if b>a*(1+1e-9):
-        raise ValueError(f"SchedSeesaw: sched must not rise above its beginning, got {b:g} at pct={pct:.4g} after {a:g}; put a warm-up before it with combine_scheds")
+        raise ValueError(f"SchedSeesaw: sched must not rise above its beginning, got {b:g} at pct={pct:.4g} after {a:g}; "
+                         "put a warm-up before it with combine_scheds")
     return 1000 if b<=0 else int(math.log2(a/b)+1e-9)

@@ -1,4 +1,4 @@
-"""A copy of a learner makes one step in float64, with suspects out of action, and leaves no trace
+"""How the check trains a copy of your learner for one step
 
 Docs: https://fastai-accum.github.io/fastai_accum/trial.html.md"""
 
@@ -26,7 +26,8 @@ from .unchanged import LoaderState
 def first_batch(learn):
     "The first training batch of `learn`, and how many of its elements are inputs; the loader is left as it was"
     dls = learn.dls
-    if not dls or not len(getattr(dls, 'loaders', [1])): raise ValueError("check_accumulation: the learner has no training loader; set `learn.dls`")
+    if not dls or not len(getattr(dls, 'loaders', [1])):
+        raise ValueError("check_accumulation: the learner has no training loader; set `learn.dls`")
     dl = dls.train
     was = LoaderState(dls)
     try:
@@ -167,7 +168,8 @@ def plan(self:Bench, batch, bs):
     both = self.acc is not None and self.cut is not None
     self.split = getattr(self.cut, 'split', None) or slices
     self.n = min(bs*(1+both), self.n_of(batch))
-    if self.n<2: raise ValueError(f"check_accumulation: the first training batch has {self.n} sample, and at least 2 are needed; set a larger batch size in the loader to check")
+    if self.n<2:
+        raise ValueError(f"check_accumulation: the first training batch has {self.n} sample, and at least 2 are needed; set a larger batch size in the loader to check")
     self.half = -(-self.n//2)
     self.size = max(1, self.half//2) if both else self.half   # of a micro-batch
     self.drawn = tree_map(lambda o: _double(o.to(self.device)) if isinstance(o, Tensor) else o, self.split(batch, 8*self.n)[0])
@@ -252,7 +254,8 @@ def train(self:Bench, parts, windows, on, watch=False, at_pred=False):
     shell.add_cbs([BeforeAll(bool(first_of(shell, 'ModelResetter'))), *windows, AfterAll(seen, shell.loss_func, at_pred)])
     try: shell.fit(1)
     finally: self.random.restore()
-    if seen.grads is None and not at_pred: raise RuntimeError("check_accumulation: the learner has made no step on the first batch; a callback has cancelled it")
+    if seen.grads is None and not at_pred:
+        raise RuntimeError("check_accumulation: the learner has made no step on the first batch; a callback has cancelled it")
     return seen
 
 # %% ../nbs/trial.ipynb #0409980e

@@ -1,4 +1,4 @@
-"""What a trial run moves in a learner, and how it is put back
+"""What a trial run changes in a learner, and how it is restored
 
 Docs: https://fastai-accum.github.io/fastai_accum/unchanged.html.md"""
 

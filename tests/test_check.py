@@ -170,7 +170,7 @@ def test_weighted_or_coupled():
     "A mean whose divisor is found, one whose divisor is not, and one that is no mean"
     weighted,unknown,coupled = (learner(loss_func=f, y=y).check_accumulation().causes[0].remedy for f,y in ((masked,None), (class_weights,None), (rmse,targets())))
     assert weighted=='AccumulateStep(n_step=2, weight=lambda pred, *yb: (yb[0]!=0).sum())'
-    assert 'weight=f' in unknown and 'what the mean of your loss divides by' in unknown
+    assert 'weight=f' in unknown and 'the number that your loss divides by' in unknown
     assert 'weight' not in coupled and 'coupled=True' in coupled
 
 def test_weight_of_settings():
@@ -362,10 +362,10 @@ def test_settings_that_cannot_work():
 def test_shown():
     check = learner(net(nn.BatchNorm1d(5)), loss_func=lambda p,y: masked(p, y)).check_accumulation()
     text,html = repr(check),check._repr_html_()
-    assert 'not that of the whole batch' in text and 'batch norm' in text and '-> MicroBatch(bs=8, exact=True)' in text and '4 samples' in text
+    assert 'differs from that of the large batch' in text and 'batch norm' in text and '-> MicroBatch(bs=8, exact=True)' in text and '4 samples' in text
     assert html.count('<tr>')==3 and '&lt;lambda&gt;' in html and 'color' not in html
     text = repr(learner().check_accumulation())
-    assert 'is that of the whole batch' in text and 'Compared: one step on 4 samples' in text and 'AccumulateStep(n_step=2), as the learner has nothing of its own' in text
+    assert 'is that of the large batch' in text and 'Compared: one step on 4 samples' in text and 'AccumulateStep(n_step=2), because the learner does not accumulate yet' in text
 
 def test_left_out():
     "What cannot be copied is left out, and named"

@@ -237,7 +237,7 @@ def test_from_before():
     warned(fit=fit, match='wait to be added', n_windows=2)
 
 def test_no_window_of_two():
-    with pytest.warns(UserWarning, match='no window had two micro-batches; take n_step of 2 or more'):
+    with pytest.warns(UserWarning, match='no window had two micro-batches; use n_step=2 or more'):
         make_learner(make_dls(96, 8), cbs=[AccumulateStep(1), NoiseScale()]).fit(1)
 
 def test_one_in_the_tail(recwarn):
