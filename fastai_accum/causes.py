@@ -21,18 +21,28 @@ from .windows import batch_size
 # %% ../nbs/causes.ipynb #ae875892
 _kinds = 'batch norm','dropout','loss'
 
+def _has_rows(pred, n):
+    "Whether a plain mean over `n` samples can be made of a prediction"
+    return all(o.ndim and len(o)==n for _,o in leaves(pred) if isinstance(o, Tensor) and o.is_floating_point())
+
 @patch
 def check(self:Bench):
     "The result"
     every = frozenset([*_kinds,*self.suspects])
     self.choose()
-    if not all(g is None or g.isfinite().all() for g in self.large(every).grads):
+    grads,self.keeps_loss = self.large(every).grads,not _has_rows(self.large(every).pred, self.n)
+    if not any(g is not None and g.any() for g in grads):
+        raise ValueError(f"check_accumulation: the gradient of {self.n} samples at once is zero, so there is nothing to compare; "
+                         "see whether the loss depends on the parameters there")
+    if not all(g is None or g.isfinite().all() for g in grads):
         raise ValueError(f"check_accumulation: the gradient of {self.n} samples at once is not finite; find out why first")
-    err = self.error(every)
-    causes = [] if err<=tol else self.causes(every)
+    above = self.error(every)>tol
+    err = self.raw
+    causes = self.causes(every) if above else []
     own = 'with ' + ' and '.join(map(_line, self.windows())) + ('' if self.is_own else ', because the learner does not accumulate yet')
     what = (f"Compared: one step on {self.n} samples of the first training batch, in one batch and in micro-batches of {self.size} "
             f"{own}; {_name(self.learn.loss_func)}, in float64 on {self.device.type}")
+    if self.rounding>tol: what += f'. Rounding alone makes {self.rounding:.0e} of these samples; pass a larger bs for less'
     return Check(err, causes, what, self.left_out)
 
 def _line(cb): return re.sub(r'<function (\S+) at \w+>', r'\1', repr(cb))
@@ -48,10 +58,16 @@ def causes(self:Bench, every):
     self.keep_needed(every)
     rest = self.error([])   # with all of them out of action
     res = [self.explained('unknown', rest)] if rest>tol else []
-    for k in _kinds:
-        if (e := self.error([k]))>tol and (rest<=tol or self.is_one(k)): res.append(self.explained(k, e))
-    for o in self.suspects if self.suspects and self.error(self.suspects)>tol else ():
-        if (e := self.error([o]))>tol and (rest<=tol or abs(e-rest)>1e-6*rest): res.append(self.explained(o, e))
+    seen,loss = self.large(every),0.
+    there = {'batch norm':seen.norms, 'dropout':seen.draws, 'loss':not self.keeps_loss}
+    for k in filter(there.get, _kinds):
+        e = self.error([k])
+        if e>tol and (rest<=tol or self.is_one(k)): res.append(self.explained(k, e))
+        if k=='loss': loss = e
+    for o in self.suspects:
+        e = self.error([o])
+        if e<=tol and loss<=tol: e = self.error(['loss',o])   # it may depend on the size of the gradient
+        if e>tol and (rest<=tol or abs(e-rest)>1e-6*rest): res.append(self.explained(o, e))
     return self.one_line(sorted(res or [self.together(every)], key=lambda o: o.kind=='unknown'), every)
 
 @patch
@@ -61,6 +77,8 @@ def keep_needed(self:Bench, every):
         try: self.large(frozenset(on)); return True
         except Exception: return False
     if not runs(_kinds): self.suspects = [o for o in self.suspects if runs(every-{o})]
+    def sees(*cbs): seen = self.large(frozenset([*_kinds,*cbs])); return seen.norms,seen.draws
+    self.suspects = [o for o in self.suspects if sees(o)==sees()]   # others switch modules off, as `BatchNormEval` does
 
 @patch
 def is_one(self:Bench, kind):
@@ -124,6 +142,17 @@ def is_weighted(self:Bench, seen):
     except Exception: return False
 
 @patch
+def tells(self:Bench, seen, order):
+    "Whether half and half of the samples in this order show that the loss is not the mean"
+    def pick(o): return o[order] if o.ndim else o
+    some = SimpleNamespace(loss_func=seen.loss_func, pred=tree_map(pick, seen.pred), yb=tree_map(pick, seen.yb))
+    try:
+        whole,parts = last(self.cuts(some))
+        ws = [float(self.weigh(seen)(*o)) for o,_,_ in parts]
+        return bool(_gap(whole, parts, [w/sum(ws) for w in ws])>1e-3)
+    except Exception: return False
+
+@patch
 def choose(self:Bench):
     "If the loss is not a mean over samples, take such that differ in their shares of it: with equal shares it would look like one"
     if self.split is not slices: return
@@ -135,7 +164,8 @@ def choose(self:Bench):
     ranked = sorted(range(len(shares)), key=shares.__getitem__)
     orders = [ranked[0], *ranked[:0:-1]][:self.n],ranked[:self.half]+ranked[self.half-self.n:]
     def differ(o): return abs(sum(shares[i] for i in o[:self.half]) - sum(shares[i] for i in o[self.half:]))>tol
-    order = first(orders, differ) or orders[0]
+    orders = [*orders, *(np.random.permutation(len(ranked))[:self.n].tolist() for _ in range(20))]
+    order = first(orders, partial(self.tells, seen)) or first(orders, differ) or orders[0]
     self.take(tree_map(lambda o: o[order] if o.ndim else o, self.drawn))
 
 # %% ../nbs/causes.ipynb #1ac1d9c6
@@ -195,16 +225,16 @@ def works(self:Bench, on, way):
 
 @patch
 def line(self:Bench, **kwargs):
-    bs = getattr(self.cut, 'bs', None)
+    bs,there = getattr(self.cut, 'bs', None),' in place of AccumulateStep' if self.is_own and self.acc else ''
     if not isinstance(bs, int): bs = batch_size(self.learn.dls.train) or self.half
-    return f"MicroBatch(bs={bs}, {', '.join(f'{k}={v}' for k,v in kwargs.items())}), with the large batch from the loader"
+    return f"MicroBatch(bs={bs}, {', '.join(f'{k}={v}' for k,v in kwargs.items())}){there}, with the large batch from the loader"
 
 @patch
 def own_line(self:Bench, **kwargs):
     "The line for the callback of the learner, with other settings"
     o = anew(self.acc or self.cut)
     for k in kwargs: setattr(o, k, None)
-    return ', '.join([_line(o)[:-1], *(f'{k}={v}' for k,v in kwargs.items())]).replace('(, ', '(') + ')'
+    return ', '.join([_line(o)[:-1], *(f'{k}={v}' for k,v in kwargs.items() if v is not None)]).replace('(, ', '(') + ')'
 
 # %% ../nbs/causes.ipynb #2a8d7472
 @patch
@@ -220,6 +250,7 @@ def explained(self:Bench, k, err):
 def remedy(self:Bench, kind, on, seen):
     "The first line that works"
     if kind=='loss':
+        if getattr(self.acc, 'average', None) is not None and self.works(on, partial(self.own_with, average=None)): return self.own_line(average=None)
         seen = self.all or seen
         for o in self.weights(seen):
             if self.works(on, partial(self.own_with, weight=eval(o))): return self.own_line(weight=o)
@@ -230,7 +261,7 @@ def remedy(self:Bench, kind, on, seen):
     res = [self.line(**{k:True}) for k in _whole[kind] if self.works(on, partial(self.whole, **{k:True}))][:1]
     if kind=='batch norm' and not self._large(frozenset(on), [BatchNormEval()]).norms: res += ['BatchNormEval()', 'to_group_norm(learn.model)']
     if kind=='dropout':    res += ['leave it: other dropout masks do not bias the gradient']
-    if kind=='callback':   res += ['let it act in before_step or after_step']
+    if kind=='callback' and not hasattr(type(on[0]), 'before_step'): res += ['let it act in before_step or after_step']
     return '; or '.join(res or [_none[kind!='unknown']])
 
 _whole = defaultdict(lambda: ('coupled','exact'), {'batch norm':['exact'], 'dropout':['exact']})

@@ -16,6 +16,7 @@ from numbers import Integral
 from fastai.basics import *
 from . import refusals
 from .rewind import RandomState,accelerators
+from .unchanged import LoaderState
 
 # %% ../nbs/check.ipynb #fb7b5acc
 @dataclass
@@ -67,7 +68,7 @@ def _repr_html_(self:Check):
 def _apart(learn):
     "Nothing of what happens inside is left, or heard"
     grads,said,dtype = [(p, p.grad) for p in learn.model.parameters()],set(refusals.said),torch.get_default_dtype()
-    was,on = RandomState(accelerators(learn.model)),getattr(defaults, 'accumulation', None)
+    was,loaders,on = RandomState(accelerators(learn.model)),LoaderState(learn.dls),getattr(defaults, 'accumulation', None)
     try:
         with warnings.catch_warnings(),redirect_stdout(io.StringIO()):
             warnings.simplefilter('ignore')
@@ -79,7 +80,7 @@ def _apart(learn):
         for p,g in grads: p.grad = g
         refusals.said.clear(); refusals.said.update(said)
         if on: defaults.accumulation = on
-        was.restore()
+        loaders.restore(); was.restore()
 
 @patch
 def check_accumulation(self:Learner,
@@ -90,6 +91,8 @@ def check_accumulation(self:Learner,
         raise ValueError(f"check_accumulation: bs must be an int of at least 2, got {bs!r}")
     if not hasattr(torch, 'get_autocast_dtype'):
         raise RuntimeError(f"check_accumulation needs PyTorch 2.4 or later, this is {torch.__version__}")
+    if refusals.first_of(self, 'GradientAccumulation'):
+        raise ValueError("check_accumulation: cbs holds fastai's GradientAccumulation; remove it with `learn.remove_cb(GradientAccumulation)`")
     from fastai_accum.causes import Bench   # not sooner: few sessions need them
     from fastai_accum.trial import InDouble,first_batch
     batch,n_inp = first_batch(self)

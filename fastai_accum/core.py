@@ -39,7 +39,7 @@ class WindowCallback(Callback):
     order,run_valid = -math.inf,False
     n_step,n_samples,average,drop_last,weight = 1,None,None,None,None   # the settings; a window of `MicroBatch` is one batch
     counts    = Counts()  # of this fit, or of the last one
-    sizes     = ()        # the samples of each window that was logged, over all processes; 0 where it made no step
+    history   = ()        # of each window that was logged, the samples seen so far, those in its step (0 without one), and the learning rate
     plan      = None      # of this epoch, or of the last one
     window    = None      # the one that is open, in `_train_window` only
     group     = Alone()   # the processes, in `_train` only
@@ -93,7 +93,7 @@ def _train(self:WindowCallback, all_batches):
     "Takes the place of `learn.all_batches` in training: one window after another"
     learn = self.learn
     if learn is None: return all_batches()   # removed in `before_train`
-    if self._fit is None: self._fit,self.counts,self.sizes = Fit(Gradients(learn)),Counts(),[]
+    if self._fit is None: self._fit,self.counts,self.history = Fit(Gradients(learn)),Counts(),[]
     self.group = processes(learn.model, self.who)
     try:
         with self.group.explained(), self._bars():
@@ -148,6 +148,7 @@ def _gather(self:WindowCallback, i, batches, hypers, ran=False):
     "Send micro-batches through the model until the window is full, or `batches` end"
     learn = self.learn
     self.window = win = Window(hypers, self._wanted(self.plan.begun), ran)
+    if self._fit.goal is None: self._fit.goal = win.goal
     for b in batches:
         cut = self._cutter
         win.n_batches += 1; win.n_of_batch = self._n_of(b)
@@ -303,7 +304,8 @@ class Window:
 class Fit:
     "What the windows of a fit share"
     grads:Gradients     # The gradients of the model, and what waits among them
-    nominal:Real=None   # The weight of a full window, about: what losses are divided by on their way in
+    nominal:Real=None   # The weight of a full window, the first one, about: what losses are divided by on their way in
+    goal:int=None       # What fills the first window
     carried:tuple=(0,0) # Samples and weight of a window whose step was cancelled
 
 # %% ../nbs/core.ipynb #3c67e54d
@@ -397,7 +399,7 @@ def _average(self:WindowCallback, win):
 @patch
 def _divide(self:WindowCallback, win, W, loss):
     learn,n_procs,grads = self.learn,self.group.n,self._fit.grads   # the gradients are means over the processes
-    last,nominal = learn.loss if win.last is None else win.last,self._fit.nominal
+    last,nominal = learn.loss if win.last is None else win.last,self._nominal
     if not self._averages: W = 1
     if isinstance(W, Tensor): factor,loss = torch.where(W>0, nominal/W, 1),torch.where(W>0, loss/W, last)
     else:                     factor,loss = (nominal/W,loss/W) if W else (1,last)
@@ -407,6 +409,11 @@ def _divide(self:WindowCallback, win, W, loss):
     dtype = learn.loss.dtype
     if n_procs>1: dtype = torch.promote_types(next(learn.model.parameters()).dtype, torch.float32)   # one for all: this process may have had no loss yet
     learn.loss = torch.as_tensor(loss, dtype=dtype, device=learn.loss.device)
+
+@patch(as_prop=True)
+def _nominal(self:WindowCallback):
+    "The weight of the open window when it is full, about; it grows with the window"
+    return self._fit.nominal * (self.window.goal/self._fit.goal)
 
 @patch
 def _totals(self:WindowCallback, win):
@@ -449,7 +456,7 @@ def _after_batch(self:WindowCallback, win):
     had_it = win.n_micro and win.micro.is_over   # the window has ended sooner than was known
     def is_due(cb): return isinstance(cb, TrainEvalCallback) if win.is_empty else not (had_it and _wants_each(cb))
     plan.end()
-    if not win.is_empty: self.sizes.append(win.n_all if win.stepped else 0)
+    if not win.is_empty: self.history.append((self.counts.n_samples*self.group.n, win.n_all if win.stepped else 0, learn.opt.hypers[-1].get('lr')))
     try:
         if gathers and learn.training: rec.train_metrics = False   # they have seen each micro-batch
         for cb in learn.cbs.sorted('order'):
@@ -556,7 +563,7 @@ def _share(self:WindowCallback):
     if isinstance(by, Tensor): total,learn.loss = torch.where(keep, loss*by, 0),torch.where(keep, learn.loss, 0)   # its NaN is not shown
     elif keep:                 total = loss*by
     else:                      total,learn.loss = torch.zeros_like(loss),torch.zeros_like(learn.loss)
-    return w,by/(self._fit.nominal if self._averages else 1),total
+    return w,by/(self._nominal if self._averages else 1),total
 
 def _hook(loss, win, w, total, by):
     "Multiply the gradient of `loss` by `by`, and count the micro-batch"
@@ -614,7 +621,7 @@ def _wanted(self:WindowCallback, share, epoch=None):
     name,learn = 'n_step' if self.n_samples is None else 'n_samples',self.learn
     v = f = getattr(self, name)
     if callable(f):
-        pct = 0. if first_of(learn, 'LRFinder') else ((learn.epoch if epoch is None else epoch)+share)/learn.n_epoch
+        pct = 0. if first_of(learn, 'LRFinder') else min(1., ((learn.epoch if epoch is None else epoch)+share)/learn.n_epoch)
         v = f(pct)
         if isinstance(v, bool) or not isinstance(v, Integral) or v<1:
             raise ValueError(f"{self.who}: {name} must return an int of at least 1, got {v!r} at pct={pct:.4g}; "
@@ -689,6 +696,7 @@ def before_fit(self:WindowCallback):
     if learn.lock.locked(): return
     self._fit = None
     check_cbs(self); self._check()
+    self.history = []
     learn.cbs = L(self) + learn.cbs.filter(lambda o: o is not self)   # the first, also of those whose `order` is as low
     if not self._in_charge: return
     check_opt(self); check_model(self); self._read_loss()
@@ -697,7 +705,8 @@ def before_fit(self:WindowCallback):
     if n_procs>1 and group.n==1 and not hasattr(dl, 'world_size'): dl = Part(dl, n_procs)
     self.group = group
     try:
-        for epoch in reversed(range(learn.n_epoch if self._varies else 1)): self._read_loader(dl, n_procs, epoch)
+        start = getattr(first_of(learn, 'SkipToEpoch'), '_skip_to', 0)
+        for epoch in reversed(range(start, learn.n_epoch if self._varies else start+1)): self._read_loader(dl, n_procs, epoch)
     finally: self.group = Alone()
     learn.accumulate_step = self
     finder = first_of(learn, 'LRFinder')

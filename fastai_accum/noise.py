@@ -32,14 +32,15 @@ class Noise(namedtuple('Noise', 'scale low high grad_sq noise')):
 # %% ../nbs/noise.ipynb #41f63cab
 @patch
 def noise_scale(self:Learner,
-    n_step:int=8, # Batches of the loader in a window, at least 2
+    n_step:int=8, # Batches of the loader in a window, at least 2; or 1, if a `MicroBatch` cuts them
     num_it:int=100, # Windows
     show_plot:bool=True # Plot the estimate over the number of windows
 )->Noise: # With `n_step`, the suggestion, and `preconditioned`, if the optimizer is Adam-like and has stepped before
     "Measure the gradient noise scale in a mock training at fixed weights, and suggest how far to accumulate"
-    for k,v in dict(n_step=n_step, num_it=num_it).items(): _check_least('noise_scale', k, v, 2)
-    now,cut = _settings(self),first_of(self, 'MicroBatch')
-    cb = NoiseScale(preconditioned=True)
+    now,cut,cb = _settings(self),first_of(self, 'MicroBatch'),NoiseScale(preconditioned=True)
+    _check_least('noise_scale', 'n_step', n_step, 1 if cut else 2)
+    _check_least('noise_scale', 'num_it', num_it, 2)
+    _check_held(self, n_step)
     with unchanged(self):
         acc = AccumulateStep(n_step, average=now.average, weight=now.weight or (cut and cut.weight), drop_last=True)
         if cut: cut.weight = None   # it is `acc` that needs it
@@ -50,6 +51,12 @@ def noise_scale(self:Learner,
 def _check_least(who, name, v, least):
     if isinstance(v, bool) or not isinstance(v, Integral) or v<least:
         raise ValueError(f"{who}: {name} must be an int of at least {least}, got {v!r}")
+
+def _check_held(learn, n_step):
+    n = len(learn.dls.train) if learn.dls and len(learn.dls.loaders) else n_step
+    if n_step>n:
+        raise ValueError(f"noise_scale: n_step={n_step} is more than the {n} batches of an epoch; "
+                         + (f'pass n_step=2 to {n}' if n>1 else 'lower the batch size of the loader, so that an epoch has two or more'))
 
 def _settings(learn):
     "The `AccumulateStep` that a fit would have"
@@ -200,21 +207,25 @@ def try_windows(self:Learner,
     n_steps,lr = list(L(n_step)),self.lr if lr is None else lr
     for n in n_steps or [None]: _check_least('try_windows', 'n_step', n, 1)
     _check_least('try_windows', 'n_epoch', n_epoch, 1)
-    if isinstance(lr, bool) or not isinstance(lr, Real): raise ValueError(f"try_windows: lr must be a number, got {lr!r}")
+    if isinstance(lr, bool) or not isinstance(lr, Real) or not 0<lr<math.inf:
+        raise ValueError(f"try_windows: lr must be a number above 0, got {lr!r}")
+    if not first_of(self, 'Recorder'): raise ValueError("try_windows: the learner has no Recorder, which has the validation losses; add one")
     now,cut,rows,curves = _settings(self),first_of(self, 'MicroBatch'),{},{}
     for n in n_steps:
         losses = _Losses()
         with unchanged(self):
             acc = AccumulateStep(n, average=now.average, weight=now.weight or (cut and cut.weight), drop_last=False)
             if cut: cut.weight = None
+            self.remove_cbs(self.cbs.filter(is_a, name='ParamScheduler'))   # it would set the learning rate
             with self.no_logging(): self.fit(n_epoch, lr*(n/n_steps[0])**.5, cbs=[acc, losses])
+            if not losses.seen: raise ValueError(f"try_windows: n_step={n} made no step; a callback has ended the fit")
             rows[n],curves[n] = _branch(self, acc, lr*(n/n_steps[0])**.5),losses.seen
     return _compare(rows, curves, show_plot)
 
 # %% ../nbs/noise.ipynb #e7026f20
 class _Losses(Callback):
     "The loss of each window, and its samples; trackers and loggers keep off by its name"
-    name,run_valid = 'lr_finder',False
+    name,order,run_valid = 'lr_finder',-100,False   # before one that ends the fit at a NaN
     def __init__(self): self.seen = []
     def after_batch(self): self.seen.append((self.learn.accumulate_step.window.n_all, self.learn.loss.detach()))
 
@@ -284,7 +295,7 @@ class Sums:
     "What a window adds up to in this process"
     n:Real=0            # Micro-batches that count
     weight:Real=0       # The sum of their weights
-    samples:int=0       # Their samples
+    samples:Real=0      # Their samples
     sq:Real=0           # The sum of w_i|g_i|²
     pre_sq:Real=0       # The same, as the optimizer weighs it
     why:str=None        # Why the window cannot be measured
@@ -315,8 +326,7 @@ def after_backward(self:NoiseScale):
         share = w/by**2 if acc._is_mean else 1/(w*by**2)   # what has arrived, squared and times this, is w_i|g_i|²
         sq,pre_sq = (share*_total(o.values()) for o in (s.sqs,s.pre_sqs))
         if isinstance(w, Tensor): sq,pre_sq = (torch.where(w>0, o, 0) for o in (sq,pre_sq))
-        s.n,s.weight,s.sq,s.pre_sq = s.n+(w>0),s.weight+w,s.sq+sq,s.pre_sq+pre_sq
-    s.samples += m.n
+        s.n,s.weight,s.sq,s.pre_sq,s.samples = s.n+(w>0),s.weight+w,s.sq+sq,s.pre_sq+pre_sq,s.samples+(w>0)*m.n
     s.clear()
 
 # %% ../nbs/noise.ipynb #a2de284d
@@ -397,14 +407,17 @@ def _n(v): return f'{v:.0f}' if abs(v)>=10 else f'{v:.2g}'
 def _report(cb, n_step, now, show_plot):
     "Say and plot what `cb` has measured"
     df,res = cb.windows,cb.result()
-    if not len(df): raise ValueError("noise_scale: no window could be measured; the warnings above say why")
-    bs = df.samples.mean()/n_step   # of a batch, in all processes together
+    if not len(df):
+        raise ValueError("noise_scale: the gradients are not finite; find out why first" if cb._rows else
+                         "noise_scale: no window could be measured; the warnings above say why")
+    bs = df.samples.median()/n_step   # of a batch, in all processes together
     def start(v): return v(0.) if callable(v) else v   # of a schedule
     size,of = start(now.n_samples) or start(now.n_step)*bs,f'{len(df)} windows of {_n(bs*n_step)} samples'
     if not math.isnan(res.scale): res.n_step = max(1, round(res.scale/bs))
     if rank_distrib(): return res
     if res.n_step: print(f"Gradient noise scale: {_n(res.scale)} samples "
-                         f"(95 % interval {_n(res.low)} to {_n(res.high)}), from {of}. The effective batch is {_n(size)} now; n_step={res.n_step} makes it {_n(res.n_step*bs)}.")
+                         f"(95 % interval {_n(max(0, res.low))} to {_n(res.high)}), from {of}. "
+                         f"The effective batch is {_n(size)} now; n_step={res.n_step} makes it {_n(res.n_step*bs)}.")
     else: print(f"Gradient noise scale: not measurable here, take more windows (num_it) or larger ones (n_step). "
                 f"In {of} the noise hides the gradient.")
     if show_plot: _plot_estimate(df, size, res.n_step, bs)

@@ -17,14 +17,15 @@ from .refusals import check_count
 def plot_windows(self:Recorder,
     figsize:tuple=(9,2.7) # Width and height, in inches
 ):
-    "Plot the learning rate, the effective batch and the steps of the last fit against the samples that had been seen"
+    "Plot the learning rate, the effective batch and the steps of the last fit that accumulated, against the samples seen so far"
     acc = vars(self.learn).get('accumulate_step')
-    if not getattr(acc, 'sizes', None):
+    if not getattr(acc, 'history', None):
         raise ValueError("plot_windows: the learner has not trained with AccumulateStep or MicroBatch yet; call `fit` first")
-    seen,made = np.cumsum([0,*acc.sizes]),np.cumsum(np.array(acc.sizes)>0)
+    seen,sizes,lrs = zip(*acc.history)
+    made = np.cumsum(np.array(sizes)>0)
     _,axs = plt.subplots(1, 3, figsize=figsize, layout='constrained')
-    for ax,ys,title in zip(axs, (self.lrs,acc.sizes,made), ('learning rate','effective batch, in samples','steps so far')):
-        ax.step(seen, [*ys,ys[-1]], where='post')
+    for ax,ys,title in zip(axs, (lrs,sizes,made), ('learning rate','effective batch, in samples','steps so far')):
+        ax.step([0,*seen], [*ys,ys[-1]], where='post')
         ax.set(title=title, xlabel='samples seen')
         ax.set_ylim(bottom=0)
 
@@ -34,7 +35,7 @@ Seesaw = namedtuple('Seesaw', 'lr n_step')
 def SchedSeesaw(
     sched:Callable, # Learning rate schedule `pct -> lr` that does not rise, such as `SchedCos(1e-3, 0)`
     n_step:int, # Micro-batches in the first windows
-    n_max:int # Micro-batches in the largest windows; from there on the learning rate is halved where `sched` halves it
+    n_max:int # Micro-batches in a window, at most; from there on the learning rate is halved where `sched` halves it
 )->Seesaw: # The schedules `lr` and `n_step`, functions of `pct`
     "Where `sched` would halve the learning rate, multiply it by 1/√2 and double the window (Meterez et al., 2025, arXiv 2510.14717)"
     if not callable(sched): raise ValueError(f"SchedSeesaw: sched must be a function of pct, such as SchedCos(1e-3, 0), got {sched!r}")
@@ -42,17 +43,26 @@ def SchedSeesaw(
         if callable(v): raise ValueError(f"SchedSeesaw: {k} must be an int of at least 1, got {v!r}")
         check_count('SchedSeesaw', k, v)
     if n_max<n_step: raise ValueError(f"SchedSeesaw: n_max must be at least n_step={n_step}, got {n_max}")
-    most = int(math.log2(n_max/n_step))
-    def doublings(pct): return min(most, _halvings(sched, pct))
-    def lr(pct): return sched(0.) * 2**(doublings(pct)/2-_halvings(sched, pct))
-    return Seesaw(lr, lambda pct: n_step*2**doublings(pct))
+    most,grid = int(math.log2(n_max/n_step)),np.linspace(0, 1, 101)
+    for a,b in zip(grid, grid[1:]): _check_falls(sched, a, b)
+    return Seesaw(partial(_seesaw_lr, sched, most), partial(_seesaw_n_step, sched, most, n_step))
 
 # %% ../nbs/schedules.ipynb #caa3275b
+def _check_falls(sched, a, b):
+    "Refuse a schedule that rises from `a` to `b`"
+    u,v = (float(np.max(sched(float(o)))) for o in (a,b))
+    if not (u>0 or a>0): raise ValueError(f"SchedSeesaw: sched must begin above 0, got {u:g} at pct=0")
+    if v>u*(1+1e-9):
+        raise ValueError(f"SchedSeesaw: sched must not rise, got {u:g} at pct={a:.4g} and {v:g} at pct={b:.4g}; "
+                         "put a warm-up before it with combine_scheds")
+
 def _halvings(sched, pct):
     "How often `sched` has halved the learning rate by `pct`"
     a,b = (float(np.max(sched(o))) for o in (0.,pct))
-    if not a>0: raise ValueError(f"SchedSeesaw: sched must begin above 0, got {a:g} at pct=0")
-    if b>a*(1+1e-9):
-        raise ValueError(f"SchedSeesaw: sched must not rise above its beginning, got {b:g} at pct={pct:.4g} after {a:g}; "
-                         "put a warm-up before it with combine_scheds")
     return 1000 if b<=0 else int(math.log2(a/b)+1e-9)
+
+def _seesaw_lr(sched, most, pct):
+    k = _halvings(sched, pct)
+    return sched(0.) * 2**(min(most, k)/2-k)
+
+def _seesaw_n_step(sched, most, n_step, pct): return n_step*2**min(most, _halvings(sched, pct))

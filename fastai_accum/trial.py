@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten,tree_map as pytree_map
 from .core import AccumulateStep
 from .loss import _uncompiled,count_samples
 from .refusals import first_of,is_a
@@ -58,6 +59,9 @@ class PlainLoss:
     "In the place of `loss_func`, a mean over samples that share nothing; it is curved, or its gradient would be zero behind a batch norm"
     reduction,y_int = 'mean',True   # `MixUp` reads these
     def __init__(self, loss_func): self.loss_func = loss_func
+    def __getattr__(self, k):
+        if k.startswith('__') or k=='loss_func': raise AttributeError(k)
+        return getattr(self.loss_func, k)
     def __call__(self, pred, *yb, reduction=None):
         xs = [o for _,o in leaves(pred) if isinstance(o, Tensor) and o.is_floating_point() and o.ndim]
         if not xs: return self.loss_func(pred, *yb)   # the model has computed it
@@ -73,14 +77,20 @@ class InDouble(TorchFunctionMode):
         def raised(o): return torch.float64 if isinstance(o, torch.dtype) and o in _low else o
         if getattr(func, '__name__', '') in ('float','half','bfloat16') and len(args)==1 and isinstance(args[0], Tensor): func = Tensor.double
         if func is Tensor.__deepcopy__ and not args[0].is_leaf: args = args[0].detach(),args[1]   # what is left of the last batch
-        return func(*map(raised, args), **{k:raised(v) for k,v in (kwargs or {}).items()})
+        args,kwargs = tuple(map(raised, args)),{k:raised(v) for k,v in (kwargs or {}).items()}
+        try: return func(*args, **kwargs)
+        except RuntimeError:   # a tensor of the user's that is not copied, such as global class weights
+            found = {o.dtype for o in tree_flatten((args,kwargs))[0] if isinstance(o, Tensor) and o.is_floating_point()}
+            if torch.float64 not in found or len(found)<2: raise
+            args,kwargs = pytree_map(_double, (args,kwargs))
+            return func(*args, **kwargs)
 
 def _double(o):
     if not isinstance(o, Tensor): return o
     return o.to(torch.complex128) if o.is_complex() else o.double() if o.is_floating_point() else o
 
 # %% ../nbs/trial.ipynb #a5603a16
-_middle = {'rand':lambda a: .5, 'rand_like':lambda a: .5, 'randn':lambda a: 0, 'randn_like':lambda a: 0,
+_middle = {'randint':lambda a: ((a.get('low') or 0)+a['high'])//2, 'rand':lambda a: .5, 'rand_like':lambda a: .5, 'randn':lambda a: 0, 'randn_like':lambda a: 0,
     'bernoulli':lambda a: a['self'] if a.get('p') is None else a['p'], 'bernoulli_':lambda a: a['p'],
     'uniform_':lambda a: (a['from']+a['to'])/2, 'normal_':lambda a: a['mean'], 'normal':lambda a: a['mean'], 'exponential_':lambda a: 1/a['lambd']}
 
@@ -132,6 +142,7 @@ class AfterAll(Callback):
         self.seen.pred = tree_map(lambda o: o.detach() if isinstance(o, Tensor) else o, learn.pred)
         self.seen.yb,self.seen.loss_func = learn.yb,learn.loss_func
         if self.at_pred: raise CancelFitException
+    def after_train(self): raise CancelFitException   # without a step
     def before_step(self):
         ms = [o for o in (self.learn.model,self.given) if isinstance(o, nn.Module)]
         self.seen.grads = [None if p.grad is None else p.grad.clone() for m in ms for p in m.parameters()]
@@ -148,11 +159,11 @@ class Bench:
     def __init__(self, learn, batch, n_inp, bs):
         self.learn,self.n_inp,self.model = learn,n_inp,learn.model
         while (m := getattr(self.model, '_orig_mod', get_model(self.model))) is not self.model: self.model = m
-        device = next(self.model.parameters()).device
+        device = torch.device(getattr(learn.dls, 'device', None) or next(self.model.parameters()).device)   # a fit would move it there
         self.device = torch.device('cpu') if device.type=='mps' else device   # which has no float64
         self.cbs = [o for o in learn.cbs if not _is_any(o, _never)]
         self.suspects = [o for o in self.cbs if not _is_any(o, _always)]
-        self.left_out,self.random,self.all = [],RandomState(accelerators(self.model)),None
+        self.left_out,self.keeps_loss,self.rounding,self.random,self.all = [],False,0.,RandomState([] if self.device.type=='cpu' else [self.device]),None
         self.plan(batch, bs)
 
     def n_of(self, b): return count_samples(b[self.n_inp:], b[:self.n_inp])
@@ -168,6 +179,7 @@ def plan(self:Bench, batch, bs):
     both = self.acc is not None and self.cut is not None
     self.split = getattr(self.cut, 'split', None) or slices
     self.n = min(bs*(1+both), self.n_of(batch))
+    self.n -= self.n%2 if self.n>3 else 0   # halves of one size
     if self.n<2:
         raise ValueError(f"check_accumulation: the first training batch has {self.n} sample, and at least 2 are needed; set a larger batch size in the loader to check")
     self.half = -(-self.n//2)
@@ -201,6 +213,7 @@ def copied(self:Bench, parts, cbs, own_loss):
     "A copy of the learner that trains on `parts`, with `cbs` of its callbacks, and its own loss or a `PlainLoss`"
     learn,shell,dls = self.learn,object.__new__(type(self.learn)),copy(self.learn.dls)
     dl = Given(dls.train, parts, self.n_inp, self.n_of(parts[0]))
+    if '_device' in vars(dls): dls._device = self.device
     if 'loaders' in vars(dls): dls.loaders = [dl, *dls.loaders[1:]]
     else: dls.train = dl
     shared = [o for l in getattr(learn.dls, 'loaders', [learn.dls.train]) for o in (l, getattr(l, 'dataset', None))]
@@ -218,6 +231,9 @@ def copied(self:Bench, parts, cbs, own_loss):
     for k,o in memo.items():
         if k in given or not isinstance(o, Tensor): continue
         o.data,o.grad = _double(o.data.to(self.device) if o.device.type=='mps' else o.data),None
+    for p,q in zip(self.model.parameters(), model.parameters()):   # `deepcopy` leaves their hooks out
+        for h in (p._backward_hooks or {}).values(): q.register_hook(h)
+        for h in (getattr(p, '_post_accumulate_grad_hooks', None) or {}).values(): q.register_post_accumulate_grad_hook(h)
     shell.loss_func = _uncompiled(loss_func) if own_loss else PlainLoss(loss_func)
     return shell.add_cbs([o for o in cbs if o is not None])
 
@@ -244,15 +260,24 @@ def _uncompiled_modules(model):
 
 # %% ../nbs/trial.ipynb #43e0d425
 @patch
-def train(self:Bench, parts, windows, on, watch=False, at_pred=False):
-    "What a step on `parts` sees, and its gradients, with the callbacks `windows` and with what is `on` of the suspects; it can end `at_pred`"
+def train(self:Bench, parts, windows, on, watch=False, at_pred=False, jitter=False):
+    "What a step on `parts` sees, and its gradients, with the callbacks `windows` and with what is `on` of the suspects; it can end `at_pred`; with `jitter` in the last digit of the parameters"
+    if self.keeps_loss: on = {*on,'loss'}
     seen = SimpleNamespace(grads=None, changed=False, norms=[], draws=[])
     shell = self.copied(parts, [o for o in self.cbs if o in on or o not in self.suspects], 'loss' in on)
     if 'loss' not in on:
         for o in windows: o.weight = o.average = None
     self.suspend(shell, on, seen if watch else None)
+    for p in shell.model.parameters() if jitter else (): p.data *= 1 + 2e-16*torch.randn_like(p)
+    self.random.restore()
     shell.add_cbs([BeforeAll(bool(first_of(shell, 'ModelResetter'))), *windows, AfterAll(seen, shell.loss_func, at_pred)])
     try: shell.fit(1)
+    except Exception as e:
+        if 'more than 1 value per channel' in str(e):
+            raise ValueError(f"check_accumulation: batch norm needs two samples in a micro-batch, and here it has {self.size}; "
+                             "pass bs=4 or more, and load batches that are as large") from e
+        if hasattr(e, 'add_note'): e.add_note('check_accumulation: this happened in a step of a copy of the learner, in float64')
+        raise
     finally: self.random.restore()
     if seen.grads is None and not at_pred:
         raise RuntimeError("check_accumulation: the learner has made no step on the first batch; a callback has cancelled it")
@@ -277,11 +302,15 @@ def suspend(self:Bench, shell, on, seen):
         if 'batch norm' in on: yield AtNorms(note)
         if 'dropout' in on: yield draws
     def inside(f, *args, **kwargs):
-        draws = Draws(where)
+        if 'dropout' not in on: random.setstate(self.random.py); np.random.set_state(self.random.np)
+        draws,was = Draws(where),(random.getstate(),np.random.get_state()[1:3])
         with ExitStack() as stack:
             for o in (*off(),*watched(draws)): stack.enter_context(o)
             res = f(*args, **kwargs)
-        if seen is not None: seen.draws += [o.where for o in draws.draws if o.moved]
+        if seen is None: return res
+        seen.draws += [o.where for o in draws.draws if o.moved]
+        now = random.getstate(),np.random.get_state()[1:3]
+        if 'dropout' in on and (now[0]!=was[0] or now[1][1]!=was[1][1] or (now[1][0]!=was[1][0]).any()): seen.draws.append(type(model).__name__)
         return res
     if not isinstance(model, torch.jit.ScriptModule): vars(model)['forward'] = partial(inside, model.forward)
     def backward(f):
@@ -291,7 +320,7 @@ def suspend(self:Bench, shell, on, seen):
     vars(shell)['_backward'] = partial(backward, shell._backward)   # where checkpoints run the model again
 
 # %% ../nbs/trial.ipynb #2fbc1909
-tol = 1e-8   # Rounding in float64 stays far below, also behind batch norms of few samples; what any cause makes is far above
+tol = 1e-8   # Rounding in float64 stays below, but for deep stacks of batch norm over few samples, where it is measured
 
 def _relative(a, b):
     "The relative error of the gradients `a` against `b`"
@@ -308,26 +337,34 @@ def large(self:Bench, on):
     return self.known[1]
 
 @patch
-def _large(self:Bench, on, cbs=()):
-    try: return self.train([self.batch], [*cbs], on, watch=True)
+def _large(self:Bench, on, cbs=(), **kwargs):
+    try: return self.train([self.batch], [*cbs], on, watch=True, **kwargs)
     except Exception:
         if not self.is_own: raise
-        return self.train([self.batch], [AccumulateStep(1), *cbs], on, watch=True)   # some callbacks cannot do without
+        return self.train([self.batch], [AccumulateStep(1), *cbs], on, watch=True, **kwargs)   # some callbacks cannot do without
 
 @patch
 def error(self:Bench, on, way=None):
     "The error of a step in micro-batches, of the learner's own or of another `way`, with what is `on` of the suspects"
     on = frozenset(on)
-    for _ in range(3):
+    for _ in range(8):
         parts,windows = (self.parts,self.windows()) if way is None else way()
         large = self.large(on)
-        err = _relative(self.train(parts, windows, on).grads, large.grads)
-        if err>tol or not large.draws or getattr(last(windows), 'shows_whole', False): return err
+        self.raw = err = _relative(self.train(parts, windows, on).grads, large.grads)
+        if err>tol: return self.above_rounding(err, on)
+        if not large.draws or getattr(last(windows), 'shows_whole', False): return err
         self.redraw()   # few draws may be the same by luck
     return err
 
 @patch
+def above_rounding(self:Bench, err, on):
+    "`err`, or `tol` if another last digit of the parameters makes about as much: few samples can be amplified by batch norm"
+    rounding = _relative(self._large(on, jitter=True).grads, self.large(on).grads)
+    self.rounding = max(self.rounding, rounding)
+    return err if err>100*rounding else tol
+
+@patch
 def redraw(self:Bench):
     self.known = None,None
-    torch.rand(99); np.random.rand(99)
+    torch.rand(99); np.random.rand(99); random.random()
     self.random = RandomState(self.random.devices)

@@ -25,6 +25,10 @@ def _rng(o):
     if isinstance(o, (torch.Generator,np.random.RandomState)): return o.get_state,o.set_state
     if isinstance(o, np.random.Generator): return lambda: o.bit_generator.state,partial(setattr, o.bit_generator, 'state')
 
+def _is_order(o):
+    "Whether `o` may be the order of samples, which a sampler shuffles in place"
+    return isinstance(o, np.ndarray) and o.ndim==1 and o.dtype.kind=='i' and o.flags.writeable or isinstance(o, Tensor) and o.ndim==1 and o.dtype==torch.int64
+
 def _same(a, b):
     if isinstance(a, dict): a,b = ([o for kv in x.items() for o in kv] for x in (a,b))
     return len(a)==len(b) and all(x is y for x,y in zip(a, b))
@@ -32,11 +36,13 @@ def _same(a, b):
 class LoaderState:
     "The attributes, lists and generators of `dl` and of the objects that it is made of, as they are now"
     def __init__(self, dl):
-        self.held,self.states,todo,seen = [],[],[dl],set()
+        self.held,self.states,self.orders,todo,seen = [],[],[],[dl],set()
         while todo:
             o = todo.pop()
-            if id(o) in seen or isinstance(o, _opaque): continue
+            if id(o) in seen: continue
             seen.add(id(o))
+            if _is_order(o): self.orders.append((o, copy(o) if isinstance(o, np.ndarray) else o.clone()))
+            if isinstance(o, _opaque): continue
             rng = _rng(o)
             if rng: self.states.append((rng[1], rng[0]()))
             elif isinstance(o, (list,dict)) or hasattr(o, '__dict__'):
@@ -54,18 +60,19 @@ class LoaderState:
             d.clear()
             if isinstance(d, list): d.extend(was)
             else: d.update(was)
+        for o,was in self.orders: o[:] = was
         for put,state in self.states: put(state)
         self.random.restore()
 
 # %% ../nbs/unchanged.ipynb #8d8d0e29
 _loaders = DataLoaders,DataLoader,torch.utils.data.DataLoader
-_holders = Learner,Callback,Metric,nn.Module,BaseLoss,_BaseOptimizer,torch.optim.Optimizer,L,Replaced
+_holders = Learner,Callback,Metric,nn.Module,BaseLoss,_BaseOptimizer,torch.optim.Optimizer,L,Replaced,SimpleNamespace
 
 class Remembered:
     "What `learn` holds now"
     def __init__(self, learn):
         self.learn,self.random,self.n_autocast = learn,RandomState(accelerators(learn.model)),_n_autocast()
-        self.loaders,self.attrs,self.contents,self.tensors,self.states,self.grads = [],[],[],[],[],[]
+        self.loaders,self.attrs,self.contents,self.tensors,self.arrays,self.states,self.grads = ([] for _ in range(7))
         todo,seen = [learn,*learn.model.parameters(),*learn.model.buffers()],{}
         while todo:
             o = todo.pop()
@@ -77,6 +84,7 @@ class Remembered:
         if isinstance(o, tuple): return o
         rng = _rng(o)
         if rng: self.states.append((rng[1], rng[0]()))
+        elif isinstance(o, np.ndarray): self.arrays.append((o, o.copy()))
         elif isinstance(o, _loaders): self.loaders.append(LoaderState(o))
         elif isinstance(o, (list,dict,set,deque)):
             self.contents.append((o, list(o.items() if isinstance(o, dict) else o)))
@@ -103,8 +111,9 @@ def restore(self:Remembered):
         vars(o).update(was)
     for o,was in self.contents:
         if isinstance(o, list): o[:] = was
-        else: o.clear(); (o.extend if isinstance(o, deque) else o.update)(was)
+        else: o.clear(); o.extend(was) if isinstance(o, deque) else o.update(dict(was) if isinstance(o, dict) else was)
     for t,was in self.tensors: t.data.copy_(was)
+    for o,was in self.arrays: o[...] = was
     for t in {p for o,_ in self.attrs if isinstance(o, nn.Module) for p in o.parameters(recurse=False)}: t.grad = None
     for t,g in self.grads: t.grad = g
     for put,state in self.states: put(state)

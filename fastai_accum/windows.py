@@ -27,7 +27,7 @@ def samples_in(dl):
     "How many samples `dl` goes through in an epoch, or `None` where it does not say"
     idxs,batches = getattr(dl, '_DataLoader__idxs', None),getattr(dl, 'batch_sampler', None)
     bs = batch_size(dl) or getattr(batches, 'batch_size', None)
-    if idxs is not None and bs: return len(idxs)//bs*bs if drops_last(dl) else len(idxs)   # of a fastai loader that has begun
+    if hasattr(idxs, '__len__') and bs: return len(idxs)//bs*bs if drops_last(dl) else len(idxs)   # of a fastai loader that has begun
     if isinstance(batches, (list,tuple)): return sum(map(len, batches))
     if bs is None: return None   # the items of `dl` are batches
     try: return min(len(batches.sampler) if batches else _n_items(dl), len(dl)*bs)

@@ -1,6 +1,6 @@
 """The gradient noise scale: sums against gradients that are stored, estimates against a population whose scale is known, and what is put back"""
 import os,subprocess,sys,warnings
-from collections import deque
+from collections import Counter,defaultdict,deque
 from contextlib import contextmanager
 from itertools import permutations
 import fastcore.test as fct
@@ -9,6 +9,8 @@ import pytest
 from harness import *
 from fastai_accum.batchnorm import *
 from fastai_accum.loss import loss_weight
+from fastai_accum.refusals import first_of
+from fastai_accum.check import *
 from fastai_accum.microbatch import *
 from fastai_accum.noise import *
 from fastai_accum.unchanged import Remembered
@@ -279,7 +281,7 @@ def test_bad_arguments():
     learn = make_learner(make_dls(96, 8))
     for kw in dict(n_step=1), dict(n_step=2.), dict(num_it=True), dict(num_it=1):
         with pytest.raises(ValueError, match=f'noise_scale: {first(kw)} must be an int of at least 2, got '): learn.noise_scale(**kw)
-    with pytest.raises(ValueError, match='n_step=99 is more than the 12 micro-batches'): learn.noise_scale(n_step=99)
+    with pytest.raises(ValueError, match='noise_scale: n_step=99 is more than the 12 batches of an epoch; pass n_step=2 to 12'): learn.noise_scale(n_step=99)
     for kw in dict(n_step=()), dict(n_step=(2,0)), dict(n_epoch=0), dict(lr='1e-3'):
         with pytest.raises(ValueError, match=f'try_windows: {first(kw)} must be'): learn.try_windows(**kw)
     with pytest.raises(ValueError, match="NoiseScale: preconditioned must be True or False, got 'yes'"): NoiseScale('yes')
@@ -331,9 +333,12 @@ def test_syncs(monkeypatch):
 
 class Everything(Callback):
     "Has all kinds of attributes, and changes them"
-    def __init__(self): self.n,self.all,self.by,self.t,self.q,self.net,self.kinds = 0,[1],{'a':[1]},torch.zeros(2),deque([1]),nn.Linear(2,2),{1}
+    def __init__(self):
+        self.n,self.all,self.by,self.t,self.q,self.net,self.kinds = 0,[1],{'a':[1]},torch.zeros(2),deque([1]),nn.Linear(2,2),{1}
+        self.counter,self.lists,self.array,self.space = Counter(a=3),defaultdict(list, a=[1]),np.zeros(3),SimpleNamespace(n=0)
     def after_batch(self):
         self.n += 1; self.all.append(self.n); self.by['a'].append(self.n); self.by[self.n] = 0; self.t += 1; self.q.append(1); self.kinds.add(self.n)
+        self.counter['a'] += 1; self.lists['b'].append(1); self.array += 1; self.space.n += 1
         self.new = 1
         with torch.no_grad(): self.net.weight += 1
 
@@ -548,3 +553,46 @@ def test_two_processes(tmp_path):
         assert err[0]<=TOL and clean, (err, found[:,[1,2,4,5]]/np.array(rows*2)-1)
     a,b = (torch.load(tmp_path/f'out{r}', weights_only=False) for r in range(2))
     assert same(a[1], b[1]) and a[2]==b[2]
+
+class Orders(torch.utils.data.Sampler):
+    "Shuffles an array, or a tensor, in place"
+    def __init__(self, idxs): self.idxs = idxs
+    def __len__(self): return len(self.idxs)
+    def __iter__(self): np.random.shuffle(self.idxs.numpy() if isinstance(self.idxs, Tensor) else self.idxs); return iter(self.idxs.tolist())
+
+@pytest.mark.parametrize('idxs', [np.arange(96), torch.arange(96)], ids=['array','tensor'])
+def test_order_of_a_sampler(idxs):
+    dl = torch.utils.data.DataLoader(Items(features(96), classes(96)), batch_size=8, sampler=Orders(idxs))
+    learn,was = make_learner(DataLoaders(dl, dl)),idxs.tolist()
+    learn.noise_scale(n_step=2, num_it=4, show_plot=False); learn.check_accumulation()
+    assert idxs.tolist()==was
+
+def test_loaders_of_few_batches():
+    with pytest.raises(ValueError, match='n_step=8 is more than the 5 batches of an epoch; pass n_step=2 to 5'): make_learner(make_dls(40, 8)).noise_scale()
+    with pytest.raises(ValueError, match='lower the batch size of the loader'): make_learner(make_dls(8, 8)).noise_scale(n_step=2)
+    res = make_learner(make_dls(96, 96), cbs=MicroBatch(8)).noise_scale(n_step=1, num_it=20, show_plot=False)   # twelve slices
+    assert res.noise>0
+
+def nan_learner(*cbs):
+    model = small_model()
+    with torch.no_grad(): model[0].weight.fill_(math.nan)
+    return make_learner(make_dls(96, 8), model, cbs=cbs)
+
+def test_not_finite():
+    with pytest.raises(ValueError, match='the gradients are not finite'): nan_learner().noise_scale(n_step=2, num_it=4, show_plot=False)
+    assert nan_learner(TerminateOnNaNCallback()).try_windows((1,2), lr=.1, show_plot=False).train_loss.isna().all()
+
+def test_try_windows_sets_the_rate():
+    "Whatever schedule the learner has"
+    seen = []
+    learn = make_learner(make_dls(96, 8), cbs=[ParamScheduler({'lr':SchedCos(.1,.001)}), Callback(after_step=lambda cb: seen.append(cb.opt.hypers[-1]['lr']))])
+    res = learn.try_windows((1,4), lr=.5, show_plot=False)
+    assert res.lr.tolist()==[.5,1.] and sorted(set(seen))==[.5,1.] and first_of(learn, 'ParamScheduler')
+    for lr in (-1., math.nan): 
+        with pytest.raises(ValueError, match='lr must be a number above 0'): learn.try_windows(lr=lr)
+
+def test_left_out_micro_batches_do_not_change_the_unit():
+    def some(cb):
+        if cb.training and cb.micro.i%24==5: cb.accumulate_step.drop()
+    a,b = (make_learner(make_dls(960, 8), cbs=cbs).noise_scale(n_step=4, num_it=30, show_plot=False) for cbs in ([], [Callback(after_loss=some)]))
+    assert b.n_step==max(1, round(b.scale/8)) and a.n_step==max(1, round(a.scale/8))

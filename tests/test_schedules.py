@@ -53,7 +53,7 @@ def same(a, b, rows):
     assert len(rows)==len(a.rows.rows) and len(rows)>4
     err = max(*state, rel([r[:2] for r in rows], a.rows.rows)[0])
     assert err<=TOL, f'relative error {err:.2e}'
-    assert a.accumulate_step.sizes==[r[2] for r in rows]
+    assert [n for _,n,_ in a.accumulate_step.history]==[r[2] for r in rows]
 
 @pytest.mark.parametrize('loss_func', [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=W)], ids=['plain','weighted'])
 @pytest.mark.parametrize('f,lr', [(grows,cosine), (seesaw.n_step,seesaw.lr), (combine_scheds([.5,.5], [SchedNo(2,2),SchedNo(5,5)]),cosine)], ids=['grows','seesaw','combined'])
@@ -118,7 +118,7 @@ def test_bad_value(v):
     with pytest.raises(ValueError, match=rf"n_step must return an int of at least 1, got {v!r} at pct=0\.5"): learn.fit(2)
     assert rel(before, [p.detach() for p in learn.model.parameters()])[0]==0
 
-def test_numpy_int(): assert ours(96, 8, 1, AccumulateStep(lambda pct: np.int64(3)), cosine, nn.CrossEntropyLoss()).accumulate_step.sizes==[24]*4
+def test_numpy_int(): assert ours(96, 8, 1, AccumulateStep(lambda pct: np.int64(3)), cosine, nn.CrossEntropyLoss()).accumulate_step.counts.n_steps==4
 
 def test_more_than_an_epoch():
     f = lambda pct: 2 if pct<.5 else 99
@@ -144,10 +144,58 @@ def test_seesaw_of_several_rates():
     lr,n_step = SchedSeesaw(SchedExp(np.array([1e-3,1e-2]), np.array([1e-4,1e-3])), 1, 8)
     assert lr(0.).shape==(2,) and n_step(.5)==2 and rel(lr(.5), np.array([1e-3,1e-2])/math.sqrt(2))[0]<TOL
 
-@pytest.mark.parametrize('args,match', [((SchedCos(.1,1.),1,4), 'sched must not rise above its beginning'), ((3,1,4), 'sched must be a function of pct'),
+@pytest.mark.parametrize('args,match', [((SchedCos(.1,1.),1,4), 'sched must not rise, got'), ((3,1,4), 'sched must be a function of pct'),
     ((cosine,0,4), 'n_step must be an int of at least 1, got 0'), ((cosine,4,2), 'n_max must be at least n_step=4, got 2'), ((SchedNo(0.,0.),1,4), 'sched must begin above 0')])
 def test_seesaw_refuses(args, match):
     with pytest.raises(ValueError, match=match): SchedSeesaw(*args).lr(.9)
+
+def test_seesaw_refuses_restarts():
+    with pytest.raises(ValueError, match='sched must not rise'): SchedSeesaw(combine_scheds([.5,.5], [SchedCos(1.,.1),SchedCos(1.,.1)]), 1, 16)
+
+def test_pickled():
+    import pickle
+    s = pickle.loads(pickle.dumps(SchedSeesaw(SchedCos(.1, 0), 1, 8)))
+    assert [s.n_step(p) for p in (0.,.5,.9)]==[1,2,8]
+
+def test_start_epoch():
+    "Epochs that are skipped are not refused"
+    learn = make_learner(make_dls(96, 8), cbs=AccumulateStep(lambda p: 99 if p<.5 else 3, drop_last=True))
+    learn.fit(4, start_epoch=2)
+    assert learn.accumulate_step.counts.n_steps==8
+
+def test_n_epoch_is_lowered_in_the_middle():
+    "fastai goes on with all epochs; `f` is asked for 1 at most"
+    asked = []
+    def f(pct): asked.append(pct); return grows(pct)
+    def lower(cb):
+        if cb.epoch==1: cb.learn.n_epoch = 2
+    make_learner(make_dls(96, 8), cbs=[AccumulateStep(f), Callback(before_epoch=lower)]).fit(4)
+    assert max(asked)==1
+
+def test_gradients_stay_in_range():
+    "The sum of a window's gradients is about as large as their mean, in small and in large windows: float16 has no room for more"
+    ratios = []
+    class Look(Callback):
+        run_valid = False
+        def after_backward(self):
+            win = self.accumulate_step.window
+            if win.boundary: self.before = self.model[0].weight.grad.norm().item()
+        def before_step(self): ratios.append(self.model[0].weight.grad.norm().item()/self.before)
+    make_learner(make_dls(96, 8), cbs=[AccumulateStep(lambda p: (1,3,6)[min(2, int(3*p+1e-9))]), Look()]).fit(3)
+    assert len(ratios)==12+4+2 and rel(ratios, [1.]*18)[0]<TOL
+
+def test_plot_of_what_has_ended_early():
+    import matplotlib; matplotlib.use('agg')
+    def stop(cb):
+        if cb.train_iter>=5: raise CancelFitException
+    learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(grows), Callback(after_batch=stop)])
+    learn.fit(3); learn.recorder.plot_windows()
+    learn = make_learner(make_dls(96, 8))
+    with accumulation(n_step=grows): learn.fit(2)
+    learn.fit(1); learn.recorder.plot_windows()
+    learn = make_learner(make_dls(100, 8), cbs=AccumulateStep(lambda p: 5, drop_last=True))
+    learn.fit(3); learn.recorder.plot_windows()
+    assert plt.gcf().axes[0].lines[0].get_xdata()[-1]==280   # 300 less the last tail
 
 def test_plot(monkeypatch):
     import matplotlib; matplotlib.use('agg')
