@@ -562,3 +562,13 @@ def test_clip_beside_another_cause():
     class Clip(Callback):
         def after_backward(self): nn.utils.clip_grad_value_(self.model.parameters(), .2)
     assert found(learner(net(nn.Dropout()), loss_func=lambda p,y: 20*F.cross_entropy(p, y), cbs=[AccumulateStep(2), Clip()]))==['dropout','callback']
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+def test_on_a_gpu():
+    "On the device of the learner, whose generator is put back"
+    learn = learner(net(nn.BatchNorm1d(5), nn.Dropout()))
+    learn.dls.device = 'cuda'
+    state = torch.cuda.get_rng_state()
+    check = learn.check_accumulation()
+    assert 'on cuda' in check.compared and [o.kind for o in check.causes]==['batch norm','dropout']
+    assert torch.equal(torch.cuda.get_rng_state(), state)

@@ -596,3 +596,12 @@ def test_left_out_micro_batches_do_not_change_the_unit():
         if cb.training and cb.micro.i%24==5: cb.accumulate_step.drop()
     a,b = (make_learner(make_dls(960, 8), cbs=cbs).noise_scale(n_step=4, num_it=30, show_plot=False) for cbs in ([], [Callback(after_loss=some)]))
     assert b.n_step==max(1, round(b.scale/8)) and a.n_step==max(1, round(a.scale/8))
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+def test_on_a_gpu():
+    "The same figures as on the CPU, and no wait for the device in hooks and steps"
+    def measure(device):
+        dls = make_dls(960, 8, shuffle=False)
+        dls.device = device
+        return make_learner(dls, small_model().to(device)).noise_scale(n_step=4, num_it=20, show_plot=False)
+    assert rel(list(measure('cuda')), list(measure('cpu')))[0]<1e-9
