@@ -41,7 +41,7 @@ class Check:
     @property
     def title(self):
         is_that = 'differs from' if self.causes else 'is'
-        return f'The gradient of the micro-batches {is_that} that of the large batch: relative error {self.error:.1e}'
+        return f'The gradient of the micro-batches {is_that} that of the large batch: relative error {self.error:.2g}'
 
     @property
     def note(self):
@@ -51,14 +51,14 @@ class Check:
 # %% ../nbs/check.ipynb #04e2448e
 @patch
 def __repr__(self:Check):
-    rows = [f'{o.kind:12}  {o.error:7.1e}  {o.place}\n              -> {o.remedy}' for o in self.causes]
+    rows = [f'{o.kind:12}  {o.error:<8.2g}  {o.place}\n              -> {o.remedy}' for o in self.causes]
     return '\n'.join([self.title, *rows, self.note])
 
 @patch
 def _repr_html_(self:Check):
     "The same as a table; it has the colours of the page"
     def row(tag, *vs): return '<tr>' + ''.join(f'<{tag} style="text-align:left">{escape(v)}</{tag}>' for v in vs) + '</tr>'
-    rows = [row('td', o.kind, o.place, f'{o.error:.1e}', o.remedy) for o in self.causes]
+    rows = [row('td', o.kind, o.place, f'{o.error:.2g}', o.remedy) for o in self.causes]
     head = row('th', 'cause', 'where', 'error alone', 'remedy')
     table = f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>" if rows else ''
     return f'<div><p><b>{escape(self.title)}</b></p>{table}<p><small>{escape(self.note)}</small></p></div>'
