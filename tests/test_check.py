@@ -572,3 +572,11 @@ def test_on_a_gpu():
     check = learn.check_accumulation()
     assert 'on cuda' in check.compared and [o.kind for o in check.causes]==['batch norm','dropout']
     assert torch.equal(torch.cuda.get_rng_state(), state)
+
+def test_callbacks_that_need_each_other():
+    "Neither runs alone, and the check still answers"
+    class Keeps(Callback):
+        def before_batch(self): self.x = self.learn.xb[0]
+    class Reads(Callback):
+        def after_pred(self): assert self.learn.keeps.x is not None
+    assert found(learner(net(nn.BatchNorm1d(5)), cbs=[AccumulateStep(2), Keeps(), Reads()]))==['batch norm']
