@@ -14,22 +14,24 @@ from .refusals import first_of
 
 # %% ../nbs/skip.ipynb #1129bd5d
 class SkipNonFinite(Callback):
-    "Leave out micro-batches whose loss is NaN or infinite, with one warning a fit; needs an `AccumulateStep`"
-    order,run_valid = -1000,False   # after `AccumulateStep`, for which a micro-batch without targets is no error though its mean is NaN
+    "Leave out micro-batches whose loss is NaN or infinite, and warn once in each fit; needs an `AccumulateStep`"
+    # After `AccumulateStep`, which leaves out micro-batches without targets: their mean is NaN, but that is no error
+    order,run_valid = -1000,False
     def __init__(self): self.warned = False
 
     def before_fit(self):
-        "See that there is an `AccumulateStep`"
+        "Check that there is an `AccumulateStep`"
         self.warned = False
         if self.learn.lock.locked() or first_of(self.learn, 'WindowCallback'): return
-        raise ValueError("SkipNonFinite: the learner has no AccumulateStep; add one, `AccumulateStep(1)` for plain training")
+        raise ValueError("SkipNonFinite: the learner has no AccumulateStep; "
+                         "add one, `AccumulateStep(1)` for training without accumulation")
 
     def before_backward(self):
-        "Leave the micro-batch out if its loss is not finite"
+        "Leave out the micro-batch if its loss is not finite"
         if self.learn.loss.isfinite().all(): return
         if not self.warned:
             n = self.accumulate_step.window.n_micro
-            warnings.warn(f"SkipNonFinite: micro-batch {n} of window {self.iter+1} in epoch {self.epoch} is left out, its loss is {self.learn.loss.item()}; "
-                          "you will not be told of others in this fit")
+            warnings.warn(f"SkipNonFinite: micro-batch {n} of window {self.iter+1} in epoch {self.epoch} is left out, "
+                          f"because its loss is {self.learn.loss.item()}; this warning appears once in each fit")
         self.warned = True
         self.accumulate_step.drop()
