@@ -1,7 +1,8 @@
-"""Train on scikit-learn's digits three times: with batches of 64, with `AccumulateStep(n_step=8)` on batches of 8, and with fastai's own callback on batches of 8.
+"""Train on scikit-learn's digits three times: with batches of 64, with batches of 8 and `AccumulateStep(n_step=8)`,
+and with batches of 8 and fastai's own callback.
 
     python benchmarks/demo.py          # print the table
-    python benchmarks/demo.py --save   # and write it to benchmarks/results/demo.json, which the README shows
+    python benchmarks/demo.py --save   # also write it, with the losses, to benchmarks/results/demo.json for the README
 """
 import sys,warnings
 warnings.filterwarnings('ignore')
@@ -29,14 +30,15 @@ def learner(bs, cbs=None):
     set_seed(7)
     trn,val = (list(zip(x[s],y[s])) for s in (slice(N_TRAIN), slice(N_TRAIN,None)))
     dls = DataLoaders(DataLoader(trn, bs=bs, shuffle=True), DataLoader(val, bs=99))
-    # smooth activations: where rounding decides on which side of a kink a ReLU falls, two runs of the very same training can drift apart
-    model = nn.Sequential(nn.Conv2d(1,16,3,padding=1), nn.SiLU(), nn.Conv2d(16,32,3,stride=2,padding=1), nn.SiLU(), nn.Flatten(), nn.Linear(512,10))
+    # SiLU is smooth. With ReLU, rounding can switch a unit on or off, and two runs of the same training drift apart.
+    model = nn.Sequential(nn.Conv2d(1,16,3,padding=1), nn.SiLU(), nn.Conv2d(16,32,3,stride=2,padding=1), nn.SiLU(),
+                          nn.Flatten(), nn.Linear(512,10))
     learn = Learner(dls, model, loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=[Steps()]+L(cbs))
     learn.remove_cb(ProgressCallback); learn.logger = noop
     return learn
 
 def train_memory(bs, cbs=None):
-    "Peak memory of training a window on top of what the weights, gradients and optimizer need anyway"
+    "Peak memory of training one window, without the weights, gradients and optimizer state, which are always there"
     learn = learner(bs, cbs)
     learn.dls.train.get_idxs = lambda: list(range(LARGE))
     learn.add_cb(NoValid())
@@ -44,23 +46,25 @@ def train_memory(bs, cbs=None):
     return peak_bytes(partial(learn.fit, 1))
 
 def main():
-    runs = {f'batches of {LARGE}':(LARGE, lambda: None), f'batches of {BS}, AccumulateStep(n_step={LARGE//BS})':(BS, lambda: AccumulateStep(n_step=LARGE//BS)),
+    runs = {f'batches of {LARGE}':(LARGE, lambda: None),
+            f'batches of {BS}, AccumulateStep(n_step={LARGE//BS})':(BS, lambda: AccumulateStep(n_step=LARGE//BS)),
             f'batches of {BS}, GradientAccumulation({LARGE})':(BS, lambda: GradientAccumulation(LARGE))}
     print(f'{machine()}\n\n{N_TRAIN} digits, {EPOCHS} epochs of one-cycle training; '
           f'an epoch is {-(-N_TRAIN//LARGE)} batches of {LARGE}, or {-(-N_TRAIN//BS)} of {BS}\n')
-    big,rows = None,[]
+    big,rows,losses = None,[],{}
     for name,(bs,cb) in runs.items():
         learn = learner(bs, cb())
         learn.fit_one_cycle(EPOCHS, 1e-2)
         w = torch.cat([p.detach().flatten() for p in learn.model.parameters()])
         big = w if big is None else big
         diff = f'{((w-big).norm()/big.norm()).item():.0e}' if rows else ''
+        losses[name] = [round(float(o), 4) for o in learn.recorder.losses]
         rows.append((name, diff, f'{learn.final_record[-1]:.3f}', f'{learn.steps.samples:,} of {N_TRAIN*EPOCHS:,}',
                      learn.steps.steps, f'{train_memory(bs, cb())/2**20:.2f} MiB'))
-    cols = ['training', 'weights, relative difference', 'accuracy', 'samples that reached a step', 'steps', 'peak memory']
+    cols = ['training', 'difference of the weights', 'accuracy', 'samples that reached a step', 'steps', 'peak memory']
     print(table(rows, cols))
-    print(f'\nRead the first column of figures: AccumulateStep ends at the weights of the batches of {LARGE}, up to float32 rounding, '
-          f"with the memory of batches of {BS}; fastai's callback ends elsewhere.")
-    if '--save' in sys.argv: save('demo', rows=rows, cols=cols)
+    print(f'\nThe first column of figures is the difference from the batches of {LARGE}. AccumulateStep ends with the same '
+          f"weights, up to float32 rounding,\nand needs the memory of batches of {BS}. fastai's callback ends with other weights.")
+    if '--save' in sys.argv: save('demo', rows=rows, cols=cols, losses=losses)
 
 if __name__=='__main__': main()
