@@ -13,8 +13,8 @@ from fastai.basics import *
 
 # %% ../nbs/clip.ipynb #a7b10127
 def unitwise_norm(
-    x:Tensor # Parameter or gradient, the units along its first axis
-)->Tensor: # Shape `(units,1,…)`, or no axis for a vector or a scalar, which is one unit
+    x:Tensor # Parameter or gradient, with its units along the first axis
+)->Tensor: # Shape `(units,1,…)`; without an axis for a vector or a scalar, which is one unit
     "The norm of each unit of `x`"
     return x.norm() if x.ndim<2 else torch.linalg.vector_norm(x, dim=tuple(range(1, x.ndim)), keepdim=True)
 
@@ -23,38 +23,42 @@ def unitwise_norm(
 def clip_grad_adaptive_(
     params, # Parameters; those without a gradient are left out
     clip_factor:float=0.01, # λ: the largest allowed ratio of the norm of a unit's gradient to that of its weights
-    eps:float=1e-3 # ε: the least norm that the weights of a unit are taken to have, so that those that begin at zero can move
+    eps:float=1e-3 # ε: the norm of a unit's weights counts as at least this, so that weights of zero can move
 ):
-    "Scale down in place the gradient of each unit that is too large for its weights (Brock et al., 2021, equation 3)"
+    "Scale down, in place, the gradient of each unit that is too large for its weights (Brock et al., 2021, equation 3)"
     for p in params:
         if p.grad is None: continue
         most = unitwise_norm(p).clamp(min=eps)*clip_factor
-        p.grad.mul_((most/unitwise_norm(p.grad)).clamp(max=1))   # a gradient of zero: infinity, so 1
+        p.grad.mul_((most/unitwise_norm(p.grad)).clamp(max=1))   # for a gradient of zero this is infinity, so 1
 
 # %% ../nbs/clip.ipynb #cad47f3f
 def _head(model): return [m for m in model.modules() if isinstance(m, nn.Linear)][-1:]
 
 class AdaptiveGradientClip(Callback):
-    "Clip each unit's gradient by the norm of its weights, once a step (Brock et al., 2021)"
-    order = 11   # that of `GradientClip`; its module would add a progress bar to every `Learner`
+    "Clip the gradient of each unit by the norm of its weights, once for each optimizer step (Brock et al., 2021)"
+    order = 11   # as `GradientClip`, which we do not import: its module adds a progress bar to every `Learner`
     def __init__(self,
         clip_factor:float=0.01, # λ: the largest allowed ratio of the norm of a unit's gradient to that of its weights
-        eps:float=1e-3, # ε: the least norm that the weights of a unit are taken to have
-        exclude=None # A module or a list of them whose gradients are left alone; `None` is the last `nn.Linear` of the model, `[]` is none
+        eps:float=1e-3, # ε: the norm of a unit's weights counts as at least this, so that weights of zero can move
+        exclude=None # A module or a list of modules that are not clipped; `None`: the last `nn.Linear`; `[]`: clip all
     ):
         for nm,v in dict(clip_factor=clip_factor, eps=eps).items():
             if isinstance(v, bool) or not isinstance(v, Real) or not 0<v<math.inf:
                 raise ValueError(f"AdaptiveGradientClip: {nm} must be a number above 0, got {v!r}")
         for m in L(exclude):
-            if not isinstance(m, nn.Module): raise ValueError(f"AdaptiveGradientClip: exclude must hold modules of the model, got {m!r}")
+            if isinstance(m, nn.Module): continue
+            raise ValueError(f"AdaptiveGradientClip: exclude must hold modules of the model, got {m!r}")
         store_attr()
 
     def before_fit(self):
-        "See that what is excluded is there"
+        "Check that the model has the modules in `exclude`"
         for m in L(self.exclude):
-            if not any(o is m for o in self.model.modules()): raise ValueError(f"AdaptiveGradientClip: exclude holds a module that the model does not, {m!r}")
+            if any(o is m for o in self.model.modules()): continue
+            raise ValueError(f"AdaptiveGradientClip: exclude holds a module that the model does not have, {m!r}")
 
     def before_step(self):
         "Clip the gradients of the model"
-        left_out = {id(p) for m in (_head(self.model) if self.exclude is None else L(self.exclude)) for p in m.parameters()}
-        clip_grad_adaptive_([p for p in self.model.parameters() if id(p) not in left_out], self.clip_factor, self.eps)
+        exclude = _head(self.model) if self.exclude is None else L(self.exclude)
+        left_out = {id(p) for m in exclude for p in m.parameters()}
+        ps = [p for p in self.model.parameters() if id(p) not in left_out]
+        clip_grad_adaptive_(ps, self.clip_factor, self.eps)
