@@ -1,8 +1,10 @@
-"""The errors of fastai's `GradientAccumulation` and of fastxtend's rules, and those of `AccumulateStep`, each against the large batch, in float64.
+"""How far fastai's `GradientAccumulation`, fastxtend's rules and `AccumulateStep` are from the large batch, in float64.
 
-    python benchmarks/errors.py          # print the table, ten seconds
-    python benchmarks/errors.py --save   # and write it to benchmarks/results/errors.json, which the README shows
-    python benchmarks/errors.py --fastxtend   # compare the rules with fastxtend itself, if it is installed; it changes fastai's defaults for the whole process
+    python benchmarks/errors.py               # print the table, ten seconds
+    python benchmarks/errors.py --save        # also write it to benchmarks/results/errors.json, for the page "Compared"
+    python benchmarks/errors.py --fastxtend   # compare the rules with fastxtend itself, if it is installed
+
+The last one needs a process of its own: importing fastxtend changes the defaults of fastai.
 """
 import sys,tempfile,warnings
 warnings.filterwarnings('ignore')
@@ -12,10 +14,13 @@ from harness import *
 from test_field_notes import PerToken,grad_error,learner,losses,once,run
 
 class FastxtendRules(Callback):
-    """The rules of fastxtend 0.1's `GradientAccumulation(accum_bs)` with its default `drop_last=True`, reimplemented from what it does; not its code.
-    The window is a multiple of the loader's batch size. Each micro-batch counts by its share of `accum_bs` samples. No further micro-batch of an epoch is
-    trained once fewer than `accum_bs` samples are left. What is left over is set to zero at the end of an epoch. `Recorder` runs where the optimizer steps,
-    and sees the sum of the shares of the losses."""
+    """The rules of fastxtend 0.1's `GradientAccumulation(accum_bs)` with its default `drop_last=True`, written anew.
+
+    - A window is a multiple of the loader's batch size.
+    - Each micro-batch counts by its share of `accum_bs` samples.
+    - When fewer than `accum_bs` samples of an epoch are left, no more micro-batches are trained.
+    - Gradients that are left at the end of an epoch are set to zero.
+    - `Recorder` runs at the steps only, and sees the sum of the losses, each times its share."""
     order,run_valid = MixedPrecision.order-4,False
     def __init__(self, accum_bs): self.accum_bs = accum_bs
 
@@ -63,7 +68,13 @@ def after(then, bs=64):
         return gradient(a, b)
     return case
 
-def remove(learn): learn.remove_cbs(learn.cbs.filter(lambda o: 'Accum' in type(o).__name__ or isinstance(o, FastxtendRules))); learn.fit(1)
+def remove(learn):
+    learn.remove_cbs(learn.cbs.filter(lambda o: 'Accum' in type(o).__name__ or isinstance(o, FastxtendRules)))
+    learn.fit(1)
+
+def anew(learn): learn.fit(1, reset_opt=True)
+
+def search(learn): learn.lr_find(num_it=8, show_plot=False, suggest_funcs=None)
 
 def frozen(acc):
     "How far frozen weights move"
@@ -73,7 +84,7 @@ def frozen(acc):
     return f'{max(((p-o).norm()/o.norm()).item() for p,o in zip(learn.model[0].parameters(), old)):.2%}'
 
 def uneven(name):
-    "Two windows of 32 of what the tests have one of"
+    "Two windows of 32 samples of a case in the tests, which have one window"
     def case(acc):
         _,loss,y,*n = losses[name]
         def train(bs, cb=None):
@@ -120,7 +131,12 @@ def lost(n, large):
 def schedule(acc):
     fit = lambda l: l.fit_one_cycle(1, .1)
     a,b = ([o['hypers'][-1]['lr'] for o in l.spy.steps] for l in (run(fit, 256, 8, acc(32)), run(fit, 256, 32)))
-    return f'× {a[0]/b[0]:.2g} to × {a[-1]/b[len(a)-1]:.2g} in {len(a)}'
+    first,last = a[0]/b[0],a[-1]/b[len(a)-1]
+    if len(a)==len(b) and max(abs(first-1), abs(last-1))<1e-9: return 'right'
+    missing = f', and {len(b)-len(a)} step of {len(b)} is missing' if len(a)<len(b) else ''
+    return f'{off(first)} at the start, {off(last)} at the end{missing}'
+
+def off(ratio): return f'{ratio:.2g} times too high' if ratio>1 else f'{1/ratio:.2g} times too low'
 
 def lr_find(acc):
     with tempfile.TemporaryDirectory() as d:
@@ -129,7 +145,7 @@ def lr_find(acc):
     return len(learn.spy.steps)
 
 def cancelled(acc):
-    "Losses that a plain fit of 5 steps records after a fit that was cancelled in a window"
+    "How many losses a plain fit of 5 steps records after a fit that was cancelled in a window"
     learn = learner(80, 16, acc(64))
     def stop(cb):
         if cb.iter==1: raise CancelFitException
@@ -137,45 +153,51 @@ def cancelled(acc):
     remove(learn)
     return f'{len(learn.recorder.losses)} of 5'
 
-plain = lambda bs, n, large=None: lambda acc: gradient(run(once, 4*(large or n), bs, acc(n)), run(once, 4*(large or n), large or n))
+def plain(bs, n, large=None):
+    "Windows of `n` samples, in which batches of `bs` make windows of `large` samples"
+    large = large or n
+    return lambda acc: gradient(run(once, 4*large, bs, acc(n)), run(once, 4*large, large))
+
 clipped = lambda acc: gradient(run(once, 128, 8, L(acc(32))+GradientClip(.1)), run(once, 128, 32, GradientClip(.1)))
 
 def sum_kept(acc):
     total = nn.CrossEntropyLoss(reduction='sum')
     return gradient(run(once, 64, 8, acc(32, average=False), loss=total), run(once, 64, 32, loss=total))
 
-GRAD,NEXT = 'gradient of a step','gradient of the first step'
+GRAD  = 'How far is the gradient of a step from that of the large batch?'
+NEXT  = 'What does a fit leave behind? How far is the first gradient of the next one from that of the large batch?'
+OTHER = 'What happens to samples, steps and logs?'
 cases = [
-    ('batches of 8, windows of 32 samples',                    GRAD, plain(8, 32)),
-    ('the same with `GradientClip`',                          GRAD, clipped),
-    ('batches of 12, windows of 32 samples',                   GRAD, plain(12, 32, 36)),
-    ('batches of 24, windows of 32 samples',                   GRAD, plain(24, 32, 48)),
-    ('batches of 20, windows of 64 samples',                   GRAD, plain(20, 64, 80)),
-    ('batches of 48, windows of 64 samples',                   GRAD, plain(48, 64, 96)),
-    ('batches of 16, windows of 4 samples',                    GRAD, plain(16, 4, 16)),
-    ('batches of 64, windows of 4 samples',                    GRAD, plain(64, 4, 64)),
-    ('batches of 64, windows of 2 samples',                    GRAD, plain(64, 2, 64)),
-    ('a fit of 80 samples, windows of 64',                     'samples that never reach a step', lost(80, 64)),
-    ('a fit of 48 samples, windows of 64',                     'samples that never reach a step', lost(48, 64)),
-    ('a fit of 64 samples, windows of 32',                     'samples that never reach a step', lost(64, 32)),
-    ('the next `fit`, after an epoch with a tail',            NEXT, after(once)),
-    ('the same with `reset_opt=True`',                        NEXT, after(lambda l: l.fit(1, reset_opt=True))),
-    ('`lr_find` after such a fit',                            NEXT, after(lambda l: l.lr_find(num_it=8, show_plot=False, suggest_funcs=None))),
-    ('a fit after the callback was removed',                  NEXT, after(remove, bs=8)),
-    ('weights that are frozen after such a fit',              'how far they move', frozen),
-    ('class weights: a rare class counts ten times',          GRAD, uneven('minority')),
-    ('class weights: inverse frequency',                      GRAD, uneven('inverse')),
-    ('`ignore_index`: texts of different lengths',                GRAD, uneven('texts')),
-    ('the same, sorted by length',                            GRAD, uneven('sorted_texts')),
-    ('segmentation with void pixels',                         GRAD, uneven('void_pixels')),
-    ("a language model's short last batch",                   GRAD, stream),
-    ("`reduction='sum'`, kept by `average=False`",            GRAD, sum_kept),
-    ('`DiceLoss`, a sum by default',                          GRAD, uneven('kept_sum')),
-    ('a micro-batch whose targets are all ignored',           'logged loss', ignored),
-    ('a loss that ends in `sqrt`',                            'the fit', ends_in_sqrt),
-    ('`fit_one_cycle`, windows of 4 micro-batches',           'lr, first to last of 8 steps', schedule),
-    ('`lr_find(num_it=100)` on a fresh learner',              'steps', lr_find),
-    ('a fit after one that was cancelled in a window',        'losses recorded', cancelled),
+    ('Batches of 8, windows of 32 samples',                             GRAD,  plain(8, 32)),
+    ('Batches of 8, windows of 32 samples, with `GradientClip`',        GRAD,  clipped),
+    ('Batches of 12, windows of 32 samples',                            GRAD,  plain(12, 32, 36)),
+    ('Batches of 24, windows of 32 samples',                            GRAD,  plain(24, 32, 48)),
+    ('Batches of 20, windows of 64 samples',                            GRAD,  plain(20, 64, 80)),
+    ('Batches of 48, windows of 64 samples',                            GRAD,  plain(48, 64, 96)),
+    ('Batches of 16, windows of 4 samples',                             GRAD,  plain(16, 4, 16)),
+    ('Batches of 64, windows of 4 samples',                             GRAD,  plain(64, 4, 64)),
+    ('Batches of 64, windows of 2 samples',                             GRAD,  plain(64, 2, 64)),
+    ('Class weights: a rare class counts ten times',                    GRAD,  uneven('minority')),
+    ('Class weights: inverse frequency',                                GRAD,  uneven('inverse')),
+    ('Texts of different lengths, padding ignored by `ignore_index`',   GRAD,  uneven('texts')),
+    ('The same texts, sorted by length',                                GRAD,  uneven('sorted_texts')),
+    ('Segmentation, void pixels ignored by `ignore_index`',             GRAD,  uneven('void_pixels')),
+    ("A language model's short last batch",                             GRAD,  stream),
+    ("A loss with `reduction='sum'`, which stays a sum",                GRAD,  sum_kept),
+    ('`DiceLoss`, which sums by default',                               GRAD,  uneven('kept_sum')),
+    ('The next `fit`, after an epoch with a smaller last window',       NEXT,  after(once)),
+    ('The same with `reset_opt=True`',                                  NEXT,  after(anew)),
+    ('`lr_find` after such a fit',                                      NEXT,  after(search)),
+    ('A fit after the callback was removed',                            NEXT,  after(remove, bs=8)),
+    ('How far does such a fit move weights that are frozen after it?',  OTHER, frozen),
+    ('80 samples, windows of 64: how many samples reach no step?',      OTHER, lost(80, 64)),
+    ('48 samples, windows of 64: how many samples reach no step?',      OTHER, lost(48, 64)),
+    ('64 samples, windows of 32: how many samples reach no step?',      OTHER, lost(64, 32)),
+    ('Is the learning rate of `fit_one_cycle` right, with windows of 4 micro-batches?', OTHER, schedule),
+    ('How many steps does `lr_find(num_it=100)` make?',                 OTHER, lr_find),
+    ('All targets of a micro-batch are ignored: how far is the logged loss off?', OTHER, ignored),
+    ('The loss ends in `sqrt`: what does the fit do?',                  OTHER, ends_in_sqrt),
+    ('A fit was cancelled in a window: how many losses does the next one record?', OTHER, cancelled),
 ]
 
 def ours(n, **kwargs): return AccumulateStep(n_samples=n, **kwargs)
@@ -186,9 +208,13 @@ def measure(case, acc):
     try: return case(acc)
     except (ValueError,RuntimeError,AttributeError) as e: return f'raises {type(e).__name__}'
 
-def figure(res): return res if isinstance(res, str) else str(res) if isinstance(res, int) else '0' if res==0 else f'{res:.0e}' if res<1e-3 else f'{res:.2f}'
+def figure(res):
+    if isinstance(res, (str,int)): return str(res)
+    return '0' if res==0 else f'{res:.0e}' if res<1e-3 else f'{res:.2f}'
 
-def table_rows(): return [(name, what, *(figure(measure(case, acc)) for acc in columns.values())) for name,what,case in cases]
+
+def table_rows():
+    return [(name, what, *(figure(measure(case, acc)) for acc in columns.values())) for name,what,case in cases]
 
 def compare():
     "fastxtend's own figures beside those of its rules; whether they are the same"
@@ -200,6 +226,6 @@ def compare():
 if __name__=='__main__':
     torch.set_num_threads(1)
     if '--fastxtend' in sys.argv: sys.exit(not compare())
-    rows,cols = table_rows(),['case','measured','fastai',"fastxtend's rules",'AccumulateStep']
+    rows,cols = table_rows(),['case','question','fastai',"fastxtend's rules",'AccumulateStep']
     print(machine()+'\n\n'+table(rows, cols))
     if '--save' in sys.argv: save('errors', rows=rows, cols=cols)
