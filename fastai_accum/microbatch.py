@@ -1,4 +1,4 @@
-"""`MicroBatch` cuts each batch of the loader into slices, and one batch stays one step
+"""`MicroBatch` cuts each batch into slices that fit in memory, and the training stays the same
 
 Docs: https://fastai-accum.github.io/fastai_accum/microbatch.html.md"""
 
@@ -22,17 +22,18 @@ from .windows import batch_size
 
 # %% ../nbs/microbatch.ipynb #79c8d310
 class MicroBatch(WindowCallback):
-    "Cut each batch into slices of `bs` samples: the same training as with the whole batch, in the memory of a slice"
+    "Cut each batch into slices of `bs` samples; the training is the same as with the whole batch"
     name,who = 'micro_batches','MicroBatch'   # `learn.micro_batch` is the method
     run_valid = True
-    _rehearsed,_stateattrs = None,WindowCallback._stateattrs+('_rehearsed',)   # what rehearsals have found in this fit, for `exact`
+    _rehearsed = None   # with `exact`: what the rehearsals of this fit have found
+    _stateattrs = WindowCallback._stateattrs+('_rehearsed',)
     def __init__(self,
-        bs:int|str='auto', # Samples in a slice; 'auto' starts with the whole batch, and halves the slice when memory runs out
-        coupled:bool=False, # Show callbacks and the loss the whole batch; only the model runs slice by slice, twice
-        exact:bool=False, # The same, with the batch norm and the dropout of the whole batch too
-        valid:bool=True, # Run the model slice by slice in validation and prediction too
-        split:Callable|None=None, # `(batch, bs) -> slices` in the order of the samples, for batches whose samples are not along the first dimension
-        weight:Callable|None=None, # `(pred, *yb) -> float`, what the mean of the loss divides by, for a loss that `loss_weight` does not know
+        bs:int|str='auto', # Samples in a slice; `'auto'` finds the size
+        coupled:bool=False, # Show the loss and callbacks the whole batch
+        exact:bool=False, # Show batch norm and dropout the whole batch too
+        valid:bool=True, # Cut batches in validation and prediction too
+        split:Callable|None=None, # `(batch, bs) -> slices`, your own way to cut
+        weight:Callable|None=None, # `(pred, *yb) -> float`, what your loss divides by
         **kwargs
     ):
         refuse_unknown(MicroBatch, kwargs)
@@ -42,57 +43,61 @@ class MicroBatch(WindowCallback):
             bs = int(bs)
         for k,v in dict(coupled=coupled, exact=exact, valid=valid).items():
             if not isinstance(v, bool): raise ValueError(f"MicroBatch: {k} must be True or False, got {v!r}")
-        if split is not None and not callable(split): raise ValueError(f"MicroBatch: split must be a function (batch, bs) -> slices, got {split!r}")
+        if split is not None and not callable(split):
+            raise ValueError(f"MicroBatch: split must be a function (batch, bs) -> slices, got {split!r}")
         check_weight(self.who, weight)
-        if exact and not hasattr(torch, 'get_autocast_dtype'): raise ValueError(f"MicroBatch: exact=True needs PyTorch 2.4 or later, this is {torch.__version__}")
+        if exact and not hasattr(torch, 'get_autocast_dtype'):
+            raise ValueError(f"MicroBatch: exact=True requires PyTorch 2.4 or later, this is {torch.__version__}")
         store_attr(but='kwargs')
         self.size         = None      # samples in a slice of the last batch
-        self._failed      = []        # the batches that did not fit, by shape; remembered in the next fit too
-        self._n_told      = 0         # how many of those have been said
-        self._shapes      = None      # the shapes of a sample of the last batch
-        self._has_said    = False     # whether `exact` has said which way it goes
+        self._failed      = []        # the batches that did not fit, by shape; the next fit remembers them too
+        self._n_told      = 0         # how many of those have been printed
+        self._shapes      = None      # the shapes of one sample of the last batch
+        self._has_said    = False     # whether `exact` has printed how the slices run
         self._checked     = False     # whether `split` was checked in this fit
-        self._is_recorded = False     # whether callbacks record the batch of validation in flight
+        self._is_recorded = False     # whether callbacks have begun to record the current validation batch
 
 # %% ../nbs/microbatch.ipynb #86705be5
 @patch
 @delegates(MicroBatch)
 def micro_batch(self:Learner,
-    bs:int|str='auto', # Samples in a slice, or 'auto'
+    bs:int|str='auto', # Samples in a slice; `'auto'` finds the size
     **kwargs
 )->Learner:
-    "Cut each batch into slices of `bs` samples; replaces a `MicroBatch` that is there"
+    "Add a `MicroBatch` to the learner; if it has one already, replace that"
     cb = MicroBatch(bs, **kwargs)
     return self.remove_cbs(self.cbs.filter(lambda o: is_a(o, 'MicroBatch'))).add_cb(cb)
 
 # %% ../nbs/microbatch.ipynb #6278a944
 @patch
 def _check(self:MicroBatch):
-    "Refuse, or warn of, what cannot mean what it says"
+    "Raise an error for a combination that cannot work, or warn about one that has no effect"
     learn = self.learn
     if self.weight is not None and first_of(learn, 'AccumulateStep'):
-        raise ValueError("MicroBatch: weight has no effect beside an AccumulateStep; give it to that one")
+        raise ValueError("MicroBatch: weight has no effect beside an AccumulateStep; pass weight to AccumulateStep")
     self._checked,self._rehearsed,bs = False,{} if self.exact else None,batch_size(getattr(learn.dls, 'train', None))
     if self.exact and first_of(learn, 'GradientCheckpointing'):
-        raise ValueError("MicroBatch: exact=True and GradientCheckpointing cannot be combined; exact keeps the activations on the host already, so remove the other one")
+        raise ValueError("MicroBatch: exact=True and GradientCheckpointing cannot be combined; "
+                         "remove GradientCheckpointing, since exact=True keeps the activations on the host already")
     if self.bs!='auto' and bs and self.bs>bs:
         self._warn_once('size', f"bs={self.bs} is above the batch size {bs} of the loader, so no batch is cut; "
-                                "to step on more samples than a batch has, take AccumulateStep")
+                                "if you want a step to use more samples than a batch has, add AccumulateStep")
     if hasattr(get_model(learn.model), 'reset') and not Hidden(learn.model).ms:
-        raise ValueError("MicroBatch: the model has a reset(), so it goes on from a state of its own, of which each slice would need its rows; "
-                         "that is known of fastai's AWD-LSTM only. Give its loader a smaller batch size, and AccumulateStep")
+        raise ValueError("MicroBatch: the model has a reset(), so it carries a state from one batch to the next, and "
+                         "MicroBatch can cut such a state for fastai's AWD-LSTM only; "
+                         "use a smaller batch size in the loader, and AccumulateStep")
 
 # %% ../nbs/microbatch.ipynb #2e95f6a7
 @patch
 def parts(self:MicroBatch, b):
-    "The slices of batch `b`, each with whether it is the last"
+    "The slices of batch `b`, each with whether it is the last one"
     learn,b = self.learn,self.learn._set_device(b)
     self._shapes = self._shape(b)
     if self.shows_whole:
         was = [RandomState(accelerators(learn.model)),Buffers(learn.model)] if self.exact else []
         try:
             with whole_batch(learn, self._cut_inputs, self._rehearsed): yield b,True
-        except GeneratorExit:   # something has failed; before the step, the batch leaves nothing
+        except GeneratorExit:   # something has failed: if the step has not begun, the batch leaves nothing behind
             win = (first_of(learn, 'AccumulateStep') or self).window
             for o in was if win is not None and not win.closed else (): o.restore()
             raise
@@ -109,22 +114,23 @@ def shows_whole(self:MicroBatch):
 
 @patch
 def _say(self:MicroBatch):
-    "Say once which way the slices go"
+    "Print once how the slices run with `exact=True`"
     if self._has_said or not self._rehearsed: return
     self._has_said,n = True,len(last(self._rehearsed.values()).norms)
-    way = f"the slices meet at {n} batch norm{'s'*(n>1)}" if n else "the model has no batch norm, so each slice runs twice"
+    way = (f"the slices meet at {n} batch norm{'s'*(n>1)}" if n
+           else "the model has no batch norm, so each slice runs twice")
     if not rank_distrib(): print(f"MicroBatch: exact=True, and {way}")
 
 @patch
 def _cut_inputs(self:MicroBatch, xb, yb, bs=None):
-    "The slices of a batch whose inputs are `xb`, and the samples in each"
+    "The slices of a batch with the inputs `xb`, and the number of samples in each"
     if self.split is None: parts = self._cut(xb, bs); return parts,[n_rows(o) for o in parts]
     parts = self._cut((*xb, *yb), bs)
     return parts,[self._n_of(o) for o in parts] if yb else None
 
 # %% ../nbs/microbatch.ipynb #9bea05d0
 def _within(a, b):
-    "Whether samples of the shapes `a` are nowhere larger than those of the shapes `b`"
+    "Whether samples of the shapes `a` are nowhere larger than samples of the shapes `b`"
     return len(a)==len(b) and all(len(x)==len(y) and all(i<=j for i,j in zip(x,y)) for x,y in zip(a,b))
 
 @patch
@@ -132,12 +138,12 @@ def _n_inp(self:MicroBatch, b): return getattr(self.learn.dls, 'n_inp', 1 if len
 
 @patch
 def _shape(self:MicroBatch, b):
-    "The shapes of a sample of the inputs"
+    "The shapes of one sample of the inputs"
     return [tuple(o.shape[1:]) for _,o in leaves(b[:self._n_inp(b)])]
 
 @patch
 def _size(self:MicroBatch, b):
-    "Samples in a slice of `b`"
+    "The number of samples in a slice of `b`"
     if self.bs!='auto': return self.bs
     failed = [rows for training,s,rows in self._failed if training>=self.learn.training and _within(s, self._shape(b))]
     return min([self._n_of(b), *(-(-rows//2) for rows in failed)])
@@ -147,60 +153,69 @@ def _kind(o): return f'{type(o).__name__} of {len(o)}' if isinstance(o, (list,tu
 
 @patch
 def _cut(self:MicroBatch, b, bs=None):
-    "The slices of `b`, of `bs` samples if that is given"
+    "The slices of `b`, of `bs` samples if it is given"
     if bs is None: self.size = bs = self._size(b)
     if self.split is None: return slices(b, bs)
     res = self.split(b, bs)
-    bad = [o for o in res if not isinstance(o, (list,tuple)) or len(o)!=len(b)] if isinstance(res, (list,tuple)) and len(res) else [res]
-    if bad: raise ValueError(f"MicroBatch: split must return a list of slices, each with the {len(b)} elements of the batch, got {_kind(bad[0])}")
+    is_list = isinstance(res, (list,tuple)) and len(res)
+    bad = [o for o in res if not isinstance(o, (list,tuple)) or len(o)!=len(b)] if is_list else [res]
+    if bad:
+        raise ValueError("MicroBatch: split must return a list of slices, "
+                         f"each with the {len(b)} elements of the batch, got {_kind(bad[0])}")
     self._check_split(b, res, bs)
     return res
 
 @patch
 def _check_split(self:MicroBatch, b, parts, bs):
-    "Whether the targets are all there; once a fit, whether they are in their order"
+    "Check that all targets are there and, once a fit, that they are in order"
     n_inp,n = self._n_inp(b),self._n_of(b)
     if not b[n_inp:]: return
     sizes = [self._n_of(o) for o in parts]
     if sum(sizes)!=n or max(sizes)>bs:
-        raise ValueError(f"MicroBatch: split must give each of the {n} samples to one slice of at most {bs}, got slices of {str(sizes):.100}")
+        raise ValueError(f"MicroBatch: split must give each of the {n} samples to one slice of at most {bs}, "
+                         f"got slices of {str(sizes):.100}")
     for k,y in enumerate(b[n_inp:] if not self._checked else (), n_inp):
-        if isinstance(y, Tensor) and y.ndim and y.shape[0]==n and not torch.equal(torch.cat([o[k] for o in parts]), y):
-            raise ValueError(f"MicroBatch: split must keep the order of the samples, but the slices of batch[{k}], one after the other, are not batch[{k}]")
+        if not (isinstance(y, Tensor) and y.ndim and y.shape[0]==n): continue
+        if not torch.equal(torch.cat([o[k] for o in parts]), y):
+            raise ValueError("MicroBatch: split must keep the order of the samples, "
+                             f"but the slices of batch[{k}], joined in their order, are not batch[{k}]")
     self._checked = True
 
 # %% ../nbs/microbatch.ipynb #7a18d1b3
 @patch
 def gather(self:MicroBatch, acc, i, batches, hypers):
-    "What `acc._gather` does. Its batches come in slices, which are halved when memory runs out"
+    "Do what `acc._gather` does, with batches in slices; with `bs='auto'`, halve the slices when memory runs out"
     try: return self._try(acc, i, batches, hypers) if self.bs=='auto' else acc._gather(i, batches, hypers)
     except Exception as e: self._explain(e, self.bs=='auto'); raise
 
 @patch
 def _explain(self:MicroBatch, e, tries):
-    if not hasattr(e, 'add_note'): return   # from Python 3.11
-    if is_out_of_memory(e) and not tries: e.add_note("MicroBatch: give a smaller bs, or bs='auto' and valid=True, which find one")
+    "Add a note to the error `e` that says what to do"
+    if not hasattr(e, 'add_note'): return   # before Python 3.11
+    if is_out_of_memory(e) and not tries:
+        e.add_note("MicroBatch: pass a smaller bs, or let bs='auto' with valid=True find one")
     if 'more than 1 value per channel' in str(e):
-        e.add_note(f"MicroBatch: a slice of one sample in slices of {self.size}, and batch norm needs two; "
-                   "give a bs that leaves more, or see `to_group_norm` and `BatchNormEval`")
+        e.add_note(f"MicroBatch: with slices of {self.size}, one slice has a single sample, and batch norm needs two; "
+                   "pass another bs that leaves more, or see `to_group_norm` and `BatchNormEval`")
 
 @patch
 def before_train(self:MicroBatch):
-    "Rehearse anew in each epoch, and refuse what could not be gone back from"
+    "Rehearse again in each epoch, and refuse a model that cannot go back"
     if self._rehearsed: self._rehearsed.clear()
     group = processes(self.learn.model, self.who)
     if group.n>1 and not group.waits and self._late:
-        raise ValueError("MicroBatch: a model in fully_shard synchronises in its backward passes, of which coupled=True, exact=True and bs='auto' make others; "
-            "give bs, without coupled and exact")
+        raise ValueError("MicroBatch: coupled=True, exact=True and bs='auto' make more backward passes, "
+            "and a model in fully_shard synchronises the processes in each of them; "
+            "pass bs as a number, without coupled and exact")
 
 # %% ../nbs/microbatch.ipynb #1d71c426
 @patch
 def validate(self:MicroBatch, all_batches):
-    "What `all_batches` does, with a model that runs slice by slice"
+    "Do what `all_batches` does, with a model that runs slice by slice"
     learn = self.learn
     if learn is None: return all_batches()   # the callback was removed in `before_validate`
     group = processes(learn.model, self.who)
-    if self.bs=='auto': group.prepare()   # or one that tries again would send buffers again
+    if self.bs=='auto': group.prepare()   # otherwise a process that tries again would send its buffers again
     with Replaced(learn, 'one_batch', partial(self._one_batch, learn.one_batch)): all_batches()
     if self.bs=='auto': group.reset()
 
@@ -218,24 +233,25 @@ def _one_batch(self:MicroBatch, one_batch, i, b):
                 with whole_batch(self.learn, self._cut_inputs, self._rehearsed): one_batch(i, b)
                 break
             except Exception as e:
-                if not tries or not is_out_of_memory(e) or self._is_recorded: raise   # in a metric
+                if not tries or not is_out_of_memory(e) or self._is_recorded: raise   # recorded: a metric has failed
                 self._shrink(b, e, versions)
-            state.restore()   # not sooner: the error has held the activations
+            state.restore()   # not sooner, because the error holds the activations
         self._tell(b)
     except Exception as e: self._explain(e, tries); raise
 
 @patch
 def after_batch(self:MicroBatch):
-    "Note that callbacks come to record the batch"
+    "Note that callbacks begin to record the batch"
     self._is_recorded = True
 
 # %% ../nbs/microbatch.ipynb #38831e88
 @patch
 def _try(self:MicroBatch, acc, i, batches, hypers):
-    "`acc._gather`; if memory runs out, again on all batches of the window, in smaller slices"
+    "Do what `acc._gather` does; if memory runs out, do it again for all batches of the window, in smaller slices"
     learn,seen,versions,group = self.learn,[],[],acc.group
     if acc._adds_up:
-        raise ValueError("MicroBatch: bs='auto' cannot go back where processes add up samples of batches that vary in size (n_samples); give bs, or n_step")
+        raise ValueError("MicroBatch: bs='auto' cannot go back where processes add up samples of batches that vary in "
+                         "size (n_samples); pass bs as a number, or pass n_step instead of n_samples")
     state,(nominal,counts) = WindowState(learn),(acc._fit.nominal,dict(vars(acc.counts)))
     group.prepare()
     def draw():
@@ -245,9 +261,9 @@ def _try(self:MicroBatch, acc, i, batches, hypers):
     while True:
         try: win = acc._gather(i, draw(), hypers, ran=group.n>1); break
         except Exception as e:
-            if not is_out_of_memory(e) or acc.window.closed: raise   # in the middle of a step
+            if not is_out_of_memory(e) or acc.window.closed: raise   # closed: the step has begun
             self._shrink(seen[acc.window.n_batches-1], e, versions, group)
-        state.restore(); acc._fit.grads.rewind()   # not sooner: the error has held the activations
+        state.restore(); acc._fit.grads.rewind()   # not sooner, because the error holds the activations
         acc._fit.nominal = nominal
         for k in 'n_micro','n_dropped': setattr(acc.counts, k, counts[k])
     if seen: self._tell(seen[-1])
@@ -258,31 +274,33 @@ def _versions(b): return [(o,o._version) for _,o in leaves(b) if isinstance(o, T
 # %% ../nbs/microbatch.ipynb #0f5b4440
 @patch
 def _shrink(self:MicroBatch, b, err, versions, group=None):
-    "Note that slices of `b` do not fit; the batches to try again had these `versions`"
+    "Note that slices of `b` do not fit; `versions` are those of the tensors in the batches that will be tried again"
     rows = self._size(b)
-    if group: group.max(rows)   # the others wait in `agree`
+    if group: group.max(rows)   # the other processes wait for this in `agree`
     if any(o._version!=version for o,version in versions):
-        raise RuntimeError("MicroBatch: memory ran out, and the batch cannot be tried again in smaller slices, "
-            "since the model or a callback has changed it in place; give bs, or change a copy") from err
+        raise RuntimeError("MicroBatch: memory ran out, and the batch cannot be tried again in smaller slices, because "
+            "the model or a callback has changed it in place; pass bs as a number, or change a copy") from err
     if rows==1:
         tried = sorted({r for _,s,r in self._failed if _within(s, self._shape(b))}, reverse=True)
-        raise RuntimeError(f"MicroBatch: memory runs out even with one sample at a time; tried slices of "
-            f"{', '.join(map(str, [*tried,1]))} of {self._n_of(b)} samples "
-                           f"of shape {self._shape(b)[0]}. Take smaller samples, a smaller model, or gradient checkpointing"
-                           + ("; or a smaller batch, if it is the loss that runs out, which is shown all of it" if self.shows_whole else "")) from err
+        hint = "; if it is the loss that runs out of memory, use a smaller batch, since the loss sees all of it"
+        hint = "Use smaller samples, a smaller model, or GradientCheckpointing" + hint*self.shows_whole
+        raise RuntimeError("MicroBatch: memory runs out even with one sample at a time; tried slices of "
+            f"{', '.join(map(str, [*tried,1]))} of {self._n_of(b)} samples of shape {self._shape(b)[0]}. "
+            + hint) from err
     self._failed.append((self.learn.training, self._shape(b), rows))
 
 @patch
 def agree(self:MicroBatch, group):
-    "Wait until no process has to go back, and learn from what did not fit in the others"
+    "Wait until no process has to go back, and note what did not fit in the others"
     while rows := group.max(0)[0]:
         if self._shapes is not None: self._failed.append((True, self._shapes, int(rows)))
 
 # %% ../nbs/microbatch.ipynb #3a5255e1
 @patch
 def _tell(self:MicroBatch, b):
-    "Say what has been found"
+    "Print the size that was found"
     if self._n_told==len(self._failed): return
     self._n_told = len(self._failed)
-    where = '' if self.learn.training else ' in validation'
-    if not rank_distrib(): print(f"MicroBatch: memory ran out{where}, and batches of {self._n_of(b)} are now cut into slices of {self._size(b)}")
+    where,n = '' if self.learn.training else ' in validation',self._n_of(b)
+    if rank_distrib(): return
+    print(f"MicroBatch: memory ran out{where}, and batches of {n} are now cut into slices of {self._size(b)}")

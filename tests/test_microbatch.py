@@ -524,7 +524,7 @@ def test_auto_says_again():
 @pytest.mark.skipif(sys.version_info<(3,11), reason='notes on exceptions came with Python 3.11')
 def test_advice_when_a_given_size_does_not_fit():
     with pytest.raises(OutOfMemory) as e: train(MicroBatch(16), model=partial(Small, 8), **one_group)
-    assert e.value.__notes__==["MicroBatch: give a smaller bs, or bs='auto' and valid=True, which find one"]
+    assert e.value.__notes__==["MicroBatch: pass a smaller bs, or let bs='auto' with valid=True find one"]
 
 class OwnOptimizer(Callback):
     "Parameters of the loss, with an optimizer that the learner does not know of"
@@ -870,6 +870,6 @@ def test_slice_of_one_and_batch_norm(cb):
     "33 samples are four slices of 8 and one of 1, of which batch norm cannot train: the error says what to do"
     learn = make_learner(make_dls(33, 33), nn.Sequential(nn.Linear(6,8), nn.BatchNorm1d(8), nn.Linear(8,3)).double(), cbs=cb, splitter=trainable_params)
     with pytest.raises(ValueError, match='more than 1 value per channel') as e: learn.fit(1)
-    assert 'a slice of one sample in slices of 8' in e.value.__notes__[0]
+    assert 'with slices of 8, one slice has a single sample' in e.value.__notes__[0]
     to_group_norm(learn.model)
     learn.fit(1)
