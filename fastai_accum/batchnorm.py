@@ -1,4 +1,4 @@
-"""Replace batch norm, keep it still, or let its running statistics count steps
+"""Replace batch norm, freeze its statistics, or slow down its running statistics
 
 Docs: https://fastai-accum.github.io/fastai_accum/batchnorm.html.md"""
 
@@ -14,7 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm,_NormBase
 
 # %% ../nbs/batchnorm.ipynb #fba9fe5b
 _least = 8   # channels in a group
-def _n_groups(channels, groups): return max(n for n in range(1, min(groups, max(channels//_least, 1))+1) if channels%n==0)
+def _n_groups(channels, groups):
+    most = min(groups, max(channels//_least, 1))
+    return max(n for n in range(1, most+1) if channels%n==0)
 
 # %% ../nbs/batchnorm.ipynb #0c91347b
 _plain = nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d,nn.SyncBatchNorm
@@ -25,23 +27,31 @@ def _as_group_norm(bn, groups):
     return gn
 
 # %% ../nbs/batchnorm.ipynb #7c216a3d
-def _is_batch_norm(m): return isinstance(m, _BatchNorm) or 'BatchNorm' in getattr(m, 'original_name', '')   # a name: compiled by torch.jit
+def _is_batch_norm(m):
+    return isinstance(m, _BatchNorm) or 'BatchNorm' in getattr(m, 'original_name', '')   # which torch.jit sets
 
 def _check_batch_norm(name, bn):
-    why = ("is compiled by torch.jit: replace before you script or trace" if isinstance(bn, torch.jit.ScriptModule) else
-           "does not know its channels yet: send a batch through the model first" if not bn.num_features else
-           "is a subclass that may do more than normalise: build the model with another norm layer" if type(bn) not in _plain else
-           f"has {bn.num_features} features, of whose sizes group norm would leave too little: replace it by hand, or leave it out (tabular: `bn_cont=False`)"
-           if isinstance(bn, nn.BatchNorm1d) and bn.num_features<_least else None)
+    "Raise an error if `bn` cannot be replaced"
+    why = None
+    if isinstance(bn, torch.jit.ScriptModule):
+        why = "is compiled by torch.jit: call to_group_norm before you script or trace the model"
+    elif not bn.num_features: why = "does not know its channels yet: run one batch through the model first"
+    elif type(bn) not in _plain:
+        why = "is a subclass that may do more than normalise: build the model with another norm layer"
+    elif isinstance(bn, nn.BatchNorm1d) and bn.num_features<_least:
+        why = (f"has {bn.num_features} features, and group norm over fewer than {_least} would lose information: "
+               "replace it by hand, or leave it out (for a tabular model, `bn_cont=False`)")
     if why: raise ValueError(f"to_group_norm: the {type(bn).__name__} {name or 'model'!r} {why}")
 
 # %% ../nbs/batchnorm.ipynb #4ca991fb
 def to_group_norm(
     model:nn.Module, # Changed in place
-    groups:int=32 # At most so many groups in a layer; fewer where a group would have fewer than 8 channels, or the channels do not divide
-)->nn.Module: # `model`, or the group norm if `model` is itself a batch norm
+    groups:int=32 # Largest number of groups in a layer; there are fewer if a group would have under 8 channels
+)->nn.Module: # `model`, or the group norm if `model` itself is a batch norm
     "Replace each batch norm of `model` by a group norm with the same parameters (Wu and He, 2018, equation 7)"
-    if not isinstance(model, nn.Module): raise ValueError(f"to_group_norm: model must be an nn.Module, such as `learn.model`, got {type(model).__name__}")
+    if not isinstance(model, nn.Module):
+        got = type(model).__name__
+        raise ValueError(f"to_group_norm: model must be an nn.Module, such as `learn.model`, got {got}")
     if isinstance(groups, bool) or not isinstance(groups, Integral) or groups<1:
         raise ValueError(f"to_group_norm: groups must be an int of at least 1, got {groups!r}")
     old = {name:m for name,m in model.named_modules() if _is_batch_norm(m)}
@@ -54,21 +64,22 @@ def to_group_norm(
 
 # %% ../nbs/batchnorm.ipynb #c10dd462
 class BatchNormEval(Callback):
-    "Keep the batch norms of the model in evaluation while it trains: they normalise by their running statistics, which stay as they are"
+    "Keep the batch norms of the model in evaluation mode while it trains: they use their running statistics"
     def before_train(self):
-        "Put them into evaluation, after `TrainEvalCallback` has put the whole model into training"
+        "Put the batch norms into evaluation mode, after `TrainEvalCallback` has put the model into training mode"
         for m in self.model.modules():
             if isinstance(m, _BatchNorm): m.eval()
 
 # %% ../nbs/batchnorm.ipynb #887b68d6
 def scale_bn_momentum(
     model:nn.Module, # Changed in place
-    n_step:Real # Micro-batches in a window; its inverse undoes it
+    n_step:Real # Micro-batches in a window; `1/n_step` undoes it
 )->nn.Module: # `model`
-    "Let `n_step` updates of the running statistics of each batch norm move them as far as one did; call it once"
+    "Make `n_step` updates of each batch norm's running statistics count as much as one update did; call it once"
     if isinstance(n_step, bool) or not isinstance(n_step, Real) or not 0<n_step<math.inf:
         raise ValueError(f"scale_bn_momentum: n_step must be a number above 0, got {n_step!r}")
-    norms = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats and m.momentum is not None]
+    norms = [m for m in model.modules() if isinstance(m, _NormBase)]
+    norms = [m for m in norms if m.track_running_stats and m.momentum is not None]
     for m in norms:
         if not 0<=m.momentum<=1: raise ValueError(f"scale_bn_momentum: the momentum of {m} must be from 0 to 1")
     for m in norms: m.momentum = 1-(1-m.momentum)**(1/n_step)
