@@ -1,6 +1,7 @@
-"What is shipped: a wheel and an sdist that install, one version, one list of requirements, and an import that costs little"
+"What a release ships: a wheel and an sdist that install, complete metadata, a README that PyPI can show, and an import that costs little"
 import os,re,subprocess,sys,tarfile,zipfile
 from configparser import ConfigParser
+from email import message_from_string
 from pathlib import Path
 import pytest
 
@@ -10,36 +11,99 @@ cfg = ConfigParser(); cfg.read(root/'settings.ini'); settings = cfg['DEFAULT']
 
 def sh(*args, **kwargs): return subprocess.run(list(map(str,args)), capture_output=True, text=True, check=True, **kwargs).stdout
 
+def build(*args): sh(sys.executable, '-m', 'build', '--no-isolation', *args)
+
 @pytest.fixture(scope='module')
-def dist(tmp_path_factory):
-    "The wheel, built from the sdist, as a release builds it"
+def src(tmp_path_factory):
+    "The files of a clone, so that building leaves nothing in the tree"
     import shutil
-    src,out = tmp_path_factory.mktemp('src')/'fastai_accum',tmp_path_factory.mktemp('dist')
+    pytest.importorskip('build', reason='builds the release, and the package `build` is not installed')
+    pytest.importorskip('setuptools', minversion='77', reason='builds the release, and pyproject.toml asks for setuptools 77')
+    src = tmp_path_factory.mktemp('src')/'fastai_accum'
     shutil.copytree(root, src, ignore=shutil.ignore_patterns('.venv','.git','_*','*.egg-info','build','dist','.hypothesis','.pytest_cache'))
     shutil.copytree(root/'fastai_accum', src/'fastai_accum', dirs_exist_ok=True, ignore=shutil.ignore_patterns('__pycache__'))
-    subprocess.run([sys.executable, '-m', 'build', '--no-isolation', '--outdir', out, src], check=True, capture_output=True)
+    return src
+
+@pytest.fixture(scope='module')
+def dist(src, tmp_path_factory):
+    "The sdist, and the wheel that is built from it, as for a release"
+    out = tmp_path_factory.mktemp('dist')
+    build('--outdir', out, src)
     return out
 
-def test_wheel_and_sdist(dist, tmp_path):
+def contents(whl):
+    with zipfile.ZipFile(whl) as z: return {o: z.read(o).decode() for o in z.namelist()}
+
+def metadata(dist):
+    files = contents(next(dist.glob('*.whl')))
+    return message_from_string(next(v for k,v in files.items() if k.endswith('METADATA')))
+
+def test_wheel(dist, tmp_path):
+    "Holds the package and the license and nothing else, and can be imported where it is installed"
     import fastai_accum
-    whl,sdist = next(dist.glob('*.whl')),next(dist.glob('*.tar.gz'))
-    assert whl.name.startswith(f'fastai_accum-{fastai_accum.__version__}-') and sdist.name==f'fastai_accum-{fastai_accum.__version__}.tar.gz'
-    names = set(zipfile.ZipFile(whl).namelist())
-    assert {f'fastai_accum/{o.name}' for o in (root/'fastai_accum').glob('*.py')} <= names
-    assert not any(o.startswith(('nbs','tests','benchmarks')) for o in names)
-    assert any(o.name.endswith('/settings.ini') for o in tarfile.open(sdist))
-    meta = next(zipfile.ZipFile(whl).read(o).decode() for o in names if o.endswith('METADATA'))
-    needs = [o.removeprefix('Requires-Dist: ') for o in meta.splitlines() if o.startswith('Requires-Dist') and 'extra' not in o]
-    assert needs==settings['requirements'].split()
+    whl = next(dist.glob('*.whl'))
+    assert whl.name.startswith(f'fastai_accum-{fastai_accum.__version__}-')
+    files,info = contents(whl),f'fastai_accum-{fastai_accum.__version__}.dist-info'
+    assert {o for o in files if not o.startswith(info)}=={f'fastai_accum/{o.name}' for o in (root/'fastai_accum').glob('*.py')}
+    assert files[f'{info}/licenses/LICENSE']==(root/'LICENSE').read_text()
     sh(sys.executable, '-m', 'pip', 'install', '--no-deps', '--no-index', '--target', tmp_path/'site', whl)
     code = "import fastai_accum.all as m; assert 'site' in m.__file__, m.__file__; print(m.AccumulateStep(4).n_step)"
     assert sh(sys.executable, '-W', 'ignore', '-c', code, cwd=tmp_path, env={'PYTHONPATH':str(tmp_path/'site'), 'PATH':'', 'HOME':str(tmp_path)}).strip()=='4'
+
+def test_sdist(dist, src, tmp_path):
+    "Builds the same wheel as the clone, and has what a packager needs"
+    import fastai_accum
+    sdist = next(dist.glob('*.tar.gz'))
+    assert sdist.name==f'fastai_accum-{fastai_accum.__version__}.tar.gz'
+    with tarfile.open(sdist) as t: names = {o.split('/', 1)[-1] for o in t.getnames()}
+    assert {'LICENSE','README.md','CHANGELOG.md','pyproject.toml','settings.ini','setup.py'} <= names
+    assert not any(o.startswith(('nbs','tests/','benchmarks')) for o in names)   # a part of the tests would be of no use
+    build('--wheel', '--outdir', tmp_path, src)
+    assert contents(next(tmp_path.glob('*.whl')))==contents(next(dist.glob('*.whl')))
+
+def test_twine(dist):
+    pytest.importorskip('twine', reason='twine, which checks what PyPI accepts, is not installed')
+    sh(sys.executable, '-m', 'twine', 'check', '--strict', *dist.iterdir())
+
+def test_metadata(dist):
+    meta = metadata(dist)
+    for o in ('Name','Version','Summary','Author','Keywords','Requires-Python'): assert meta[o], f'{o} is missing'
+    assert meta['License-Expression']=='Apache-2.0' and meta.get_all('License-File')==['LICENSE']
+    assert meta['Description-Content-Type']=='text/markdown' and meta.get_payload().strip()==(root/'README.md').read_text().strip()
+    assert [o for o in meta.get_all('Requires-Dist') if 'extra' not in o]==settings['requirements'].split()
+    urls = dict(o.split(', ') for o in meta.get_all('Project-URL'))
+    assert set(urls)=={'Homepage','Documentation','Repository','Issues','Changelog'} and all(o.startswith('https://') for o in urls.values())
+    trove = meta.get_all('Classifier')
+    assert 'Operating System :: OS Independent' in trove
+    assert not any(o.startswith('License') for o in trove)   # PyPI refuses them beside a license expression
+    pythons = [o.split(' :: ')[-1] for o in trove if re.search(r':: 3\.\d+$', o)]
+    workflow = (root/'.github/workflows/test.yml').read_text()
+    assert pythons==re.findall(r"'(3\.\d+)'", re.search(r'python: \[(.*)\]', workflow)[1]), 'the workflow tests other versions of Python'
+    assert meta['Requires-Python']==f'>={pythons[0]}'
+
+def test_oldest():
+    "The workflow's oldest versions are those that the metadata allows"
+    oldest = (root/'.github/oldest.txt').read_text().split()
+    assert {o.replace('>=', '==') for o in settings['requirements'].split()} <= set(oldest)
+
+def test_readme_on_pypi():
+    "PyPI and GitHub show the README without the site around it, so a link or an image that is relative would be broken"
+    text = (root/'README.md').read_text()
+    text = re.sub(r'^```.*?^```', '', text, flags=re.S|re.M)
+    links = re.findall(r'\]\(([^)\s]+)', text) + re.findall(r'(?:src|href)="([^"]+)"', text)
+    broken = [o for o in links if not o.startswith(('https://','#'))]
+    assert links and not broken, broken
 
 def test_stated_once():
     tomllib = pytest.importorskip('tomllib', reason='reads pyproject.toml, and tomllib comes with Python 3.11')
     proj = tomllib.loads((root/'pyproject.toml').read_text())['project']
     assert set(proj['dynamic'])=={'version','dependencies','optional-dependencies'} and 'version' not in proj and 'dependencies' not in proj
     assert 'fastai' not in (root/'setup.py').read_text().replace('fastai_accum','') and 'version' not in (root/'settings.ini').read_text()
+
+def test_changelog():
+    "The version that the package has is described"
+    import fastai_accum
+    assert f'\n## {fastai_accum.__version__}\n' in (root/'CHANGELOG.md').read_text()
 
 def test_import_time(tmp_path):
     "At most 50 ms on top of `import fastai.basics`, compiled as an installed package is: the best of five, since a busy machine only ever adds"
@@ -71,13 +135,23 @@ def test_no_side_effects():
     sh(sys.executable, '-W', 'ignore', '-c', code, cwd=root)
 
 def test_readme_runs(tmp_path):
-    "The Python of the README, as a user would paste it into a file; its snippet of before and after has no data"
-    blocks = re.findall(r'^```python\n(.*?)^```', (root/'README.md').read_text(), flags=re.S|re.M)
-    code = '\n'.join(o for o in blocks if '# before' not in o)
-    assert 'AccumulateStep' in code and 'assert' in code
-    (tmp_path/'readme.py').write_text(code)
+    "The Python of the README, on images in a folder: smaller ones, a smaller network, and no weights to download"
+    code = '\n'.join(re.findall(r'^```python\n(.*?)^```', (root/'README.md').read_text(), flags=re.S|re.M))
+    for old,new in {'resnet34':'resnet18, pretrained=False', 'Resize(224)':'Resize(32)'}.items():
+        assert old in code
+        code = code.replace(old, new)
+    images = """
+from PIL import Image
+path,shades = Path('images'),dict(dark=0, light=255)
+for name,v in shades.items():
+    (path/name).mkdir(parents=True)
+    for i in range(48): Image.new('RGB', (32,32), (v,)*3).save(path/name/f'{i}.png')
+"""
+    counts = "\nc = learn.accumulate_step.counts; print(c.n_micro, c.n_steps)"
+    head,body = code.split('# before', 1)
+    (tmp_path/'readme.py').write_text(head+images+'# before'+body+counts)
     out = sh(sys.executable, '-W', 'ignore', 'readme.py', cwd=tmp_path, env={**os.environ, 'PYTHONPATH':str(root)})
-    assert 'AccumulateStep: the weights differ by' in out
+    assert out.split()[-2:]==['12','3'], 'three epochs of 76 images in batches of 16: four micro-batches, one step'
 
 def test_one_way_imports():
     "`loss` knows nothing of `core`"
