@@ -1,4 +1,4 @@
-"""Sum the gradients of a window in float32, whatever the dtype of the parameters
+"""Sum the gradients of a window in float32, even if the parameters are float16 or bfloat16
 
 Docs: https://fastai-accum.github.io/fastai_accum/precision.html.md"""
 
@@ -16,14 +16,14 @@ from .processes import _is_sharded
 # %% ../nbs/precision.ipynb #a826efc7
 class GradAccumDtype(Callback):
     "Sum the gradients of a window in `dtype`, and cast their mean to the dtype of the parameter at the boundary"
-    order,run_valid = -math.inf,False   # finished gradients for all who come after `AccumulateStep`
+    order,run_valid = -math.inf,False   # so callbacks after `AccumulateStep` see complete gradients
     def __init__(self,
-        dtype:torch.dtype=torch.float32 # Floating dtype of the sums, of 16 bits or more; a parameter of a higher one keeps its own
+        dtype:torch.dtype=torch.float32 # Floating dtype of the sums, 16 bits or more; a wider parameter keeps its own
     ):
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or torch.finfo(dtype).bits<16:
             raise ValueError(f"GradAccumDtype: dtype must be a floating dtype such as torch.float32, got {dtype!r}")
         if not hasattr(Tensor, 'register_post_accumulate_grad_hook'):
-            raise RuntimeError("GradAccumDtype: PyTorch 2.1 or later is needed to take gradients as they come")
+            raise RuntimeError("GradAccumDtype: PyTorch 2.1 or later is needed, to take each gradient when it is ready")
         self.dtype = dtype
 
     @property
@@ -36,12 +36,14 @@ class GradAccumDtype(Callback):
 # %% ../nbs/precision.ipynb #6a951add
 @patch
 def before_fit(self:GradAccumDtype):
-    "See that there are windows to sum over"
+    "Check that there are windows to sum over"
     learn = self.learn
     if learn.lock.locked(): return
-    if learn.cbs.map(is_a, name='GradAccumDtype').count(True)>1: raise ValueError("GradAccumDtype: cbs holds more than one of them, keep one")
+    if learn.cbs.map(is_a, name='GradAccumDtype').count(True)>1:
+        raise ValueError("GradAccumDtype: cbs holds more than one GradAccumDtype; keep one")
     if not first_of(learn, 'WindowCallback'):
-        raise ValueError("GradAccumDtype: the learner has no AccumulateStep whose windows could be summed; add one, for example AccumulateStep(n_step=4)")
+        raise ValueError("GradAccumDtype: the learner has no AccumulateStep; "
+                         "add one, for example AccumulateStep(n_step=4)")
 
 # %% ../nbs/precision.ipynb #a5bd0350
 @patch
@@ -49,8 +51,8 @@ def before_train(self:GradAccumDtype):
     "Refuse a model whose gradients are reduced over processes during the backward pass"
     for m in self.learn.model.modules():
         if isinstance(m, nn.parallel.DistributedDataParallel) or _is_sharded(m):
-            raise ValueError("GradAccumDtype: the model is in DistributedDataParallel or fully_shard, which reduces gradients where this callback takes them; "
-                             "remove it")
+            raise ValueError("GradAccumDtype: the model is in DistributedDataParallel or fully_shard, which reduces "
+                             "gradients when this callback takes them; remove GradAccumDtype")
 
 # %% ../nbs/precision.ipynb #7088127e
 def _add(sums, dtype, share, p):
@@ -63,7 +65,7 @@ def _add(sums, dtype, share, p):
 @patch
 @contextmanager
 def summing(self:GradAccumDtype, share):
-    "Take the gradients of the backward pass inside, multiplied by `share`, as they come"
+    "Take each gradient of the backward pass inside, multiplied by `share`, as soon as it is computed"
     win,hooks = self.learn.accumulate_step.window,[]
     if win.sums is None: win.sums = {}
     ps = [p for p,_ in self.learn.accumulate_step._fit.grads.params if p.requires_grad]
