@@ -1,4 +1,4 @@
-"""The same training as with the batch that did not fit
+"""Train in micro-batches, and get the same training as with the large batch
 
 Docs: https://fastai-accum.github.io/fastai_accum/core.html.md"""
 
@@ -19,60 +19,64 @@ from .loss import base_loss,count_samples,loss_reduction,loss_weight,sums_by_nat
 from .processes import Alone,InMemory,processes
 from .gradients import Gradients,Hypers
 from .windows import Part,batch_size,plan_epoch
-from .refusals import check_cbs,check_count,check_loader,check_model,check_opt,check_weight,first_of,is_a,is_remote,note_batch_norm,refuse_unknown
+from .refusals import check_cbs,check_count,check_loader,check_model,check_opt,check_weight
+from .refusals import first_of,is_a,is_remote,note_batch_norm,refuse_unknown
 
 # %% ../nbs/core.ipynb #b4d5b55b
 @dataclass
 class Counts:
-    "What a fit has done so far; `n_samples == n_stepped + n_thrown`, however it ends"
-    n_micro:int = 0     # Micro-batches drawn
-    n_samples:int = 0   # Samples in those
-    n_dropped:int = 0   # Micro-batches that were left out with `drop`
+    "What a fit has done so far"
+    n_micro:int = 0     # Micro-batches that the loader has yielded
+    n_samples:int = 0   # Samples in these micro-batches
+    n_dropped:int = 0   # Micro-batches that a callback has left out with `drop`
     n_steps:int = 0     # Optimizer steps
-    weight:Real = 0     # Sum of the weights that reached a step
+    weight:Real = 0     # Sum of the weights of all windows that reached a step
     n_stepped:int = 0   # Samples that reached a step
-    n_thrown:int = 0    # Samples that reached no step: in a tail, a cancelled micro-batch, a skipped step, a fit cut short; until it steps, the open window
+    n_thrown:int = 0    # Samples that reached no step, those of the current window included
 
 # %% ../nbs/core.ipynb #c27b9113
 class WindowCallback(Callback):
-    "Train in windows: what `AccumulateStep` and `MicroBatch` share"
+    "The training loop that `AccumulateStep` and `MicroBatch` share"
     order,run_valid = -math.inf,False
-    n_step,n_samples,average,drop_last,weight = 1,None,None,None,None   # the settings; a window of `MicroBatch` is one batch
-    counts    = Counts()  # of this fit, or of the last one
-    history   = ()        # of each window that was logged, the samples seen so far, those in its step (0 without one), and the learning rate
-    plan      = None      # of this epoch, or of the last one
-    window    = None      # the one that is open, in `_train_window` only
-    group     = Alone()   # the processes, in `_train` only
-    _fit      = None      # what its windows share, from the first `_train` of a fit to `_end`
-    _replaced = None      # our `_with_events`, from `_replace` to `_end`
-    _per      = 1         # what `n_samples` is divided by, where processes count batches in its place
-    _kept     = None      # the model before `lr_find`, where there are several processes; until `_end`
+    n_step,n_samples,average,drop_last,weight = 1,None,None,None,None   # a window of `MicroBatch` is one batch
+    counts    = Counts()  # those of this fit, or of the last one
+    # for each logged window: the samples seen so far, the samples in its step (0 without a step), the learning rate
+    history   = ()
+    plan      = None      # that of this epoch, or of the last one
+    window    = None      # the current window, in `_train_window` only
+    group     = Alone()   # the processes that train together, in `_train` only
+    _fit      = None      # what the windows of a fit share, from the first `_train` to `_end`
+    _replaced = None      # our `learn._with_events`, from `_replace` to `_end`
+    _per      = 1         # `n_samples` is divided by this when the processes count batches instead
+    _kept     = None      # the model before `lr_find`, with several processes; until `_end`
     _depth    = 0         # how many calls of our `_with_events` are running
-    _in_micro = False     # whether one of them is a micro-batch's
-    _is_mean,_averages,_can_be_nan = True,True,False   # what `_read_loss` has found, before each epoch
-    _stateattrs = 'window','group','_fit','_replaced','_kept','_depth','_in_micro'   # a copy has none of these
-    __setattr__ = object.__setattr__   # fastai's looks for each name in the model too, to warn of shadowing
+    _in_micro = False     # whether one of these calls runs a micro-batch
+    _is_mean,_averages,_can_be_nan = True,True,False   # what `_read_loss` finds before each epoch
+    _stateattrs = 'window','group','_fit','_replaced','_kept','_depth','_in_micro'   # not copied, not saved
+    __setattr__ = object.__setattr__   # fastai's also looks for each name in the model
 
 # %% ../nbs/core.ipynb #10a8927d
 class AccumulateStep(WindowCallback):
-    "Step the optimizer once a window, with the gradient of all its samples: training is that of the batch that did not fit"
-    name,who = 'accumulate_step','AccumulateStep'   # also of a subclass
+    "Step the optimizer once per window of micro-batches, with the gradient of all its samples"
+    name,who = 'accumulate_step','AccumulateStep'   # subclasses have the same name
     def __init__(self,
-        n_step:int|Callable|None=None, # Micro-batches in a window, or a [schedule](schedules.html) of them, `pct -> int`; give this or `n_samples`
+        n_step:int|Callable|None=None, # Micro-batches in a window: a number, or a schedule `pct -> int`
         *,
-        n_samples:int|Callable|None=None, # Step as soon as that many samples are in, instead of counting micro-batches; a number, or `pct -> int`
-        average:bool|None=None, # Divide by the weight (True) or keep the sum (False); `None` keeps the sum of losses that sum by nature
-        drop_last:bool|None=None, # Throw away the tail (True) or step on it (False); `None` does what the training loader does with its last batch
-        weight:Callable|None=None, # `(pred, *yb) -> float`, what the mean of the loss divides by, for a loss that `loss_weight` does not know
+        n_samples:int|Callable|None=None, # Or: samples that fill a window, a number or a schedule `pct -> int`
+        average:bool|None=None, # `True` averages over the window, `False` sums; `None` follows the loss
+        drop_last:bool|None=None, # `True` drops the tail, `False` steps on it; `None` follows the loader
+        weight:Callable|None=None, # `(pred, *yb) -> float`: what your loss divides its sum by
         **kwargs
     ):
         refuse_unknown(AccumulateStep, kwargs)
         if (n_step is None)==(n_samples is None):
-            raise ValueError(f"AccumulateStep: give either n_step, which counts micro-batches, or n_samples, got {n_step=} and {n_samples=}")
+            raise ValueError("AccumulateStep: give either n_step, which counts micro-batches, or n_samples, which "
+                             f"counts samples; got {n_step=} and {n_samples=}")
         if n_step    is not None: n_step    = check_count(self.who, 'n_step', n_step)
         if n_samples is not None: n_samples = check_count(self.who, 'n_samples', n_samples)
         for k,v in dict(average=average, drop_last=drop_last).items():
-            if v is not None and not isinstance(v, bool): raise ValueError(f"AccumulateStep: {k} must be True, False or None, got {v!r}")
+            if v is not None and not isinstance(v, bool):
+                raise ValueError(f"AccumulateStep: {k} must be True, False or None, got {v!r}")
         check_weight(self.who, weight)
         store_attr(but='kwargs')
 
@@ -80,96 +84,35 @@ class AccumulateStep(WindowCallback):
 @patch
 @delegates(AccumulateStep)
 def accumulate(self:Learner,
-    n_step:int|Callable|None=None, # Micro-batches in a window, or a function `pct -> int`; give this or `n_samples`
+    n_step:int|Callable|None=None, # Micro-batches in a window: a number, or a schedule `pct -> int`
     **kwargs
 )->Learner:
-    "Accumulate gradients over `n_step` micro-batches; replaces an `AccumulateStep` that is there"
+    "Add an `AccumulateStep` to the learner; it replaces an earlier one"
     cb = AccumulateStep(n_step, **kwargs)
     return self.remove_cbs(self.cbs.filter(lambda o: is_a(o, 'AccumulateStep'))).add_cb(cb)
 
-# %% ../nbs/core.ipynb #b304d877
+# %% ../nbs/core.ipynb #3c67e54d
+@patch(as_prop=True)
+def is_boundary(self:WindowCallback)->bool:
+    "Whether the optimizer steps at the end of the current micro-batch; always `False` in validation"
+    return self.window is not None and self.window.boundary and self.learn.training
+
+# %% ../nbs/core.ipynb #be0ac58b
 @patch
-def _train(self:WindowCallback, all_batches):
-    "Takes the place of `learn.all_batches` in training: one window after another"
-    learn = self.learn
-    if learn is None: return all_batches()   # removed in `before_train`
-    if self._fit is None: self._fit,self.counts,self.history = Fit(Gradients(learn)),Counts(),[]
-    self.group = processes(learn.model, self.who)
-    try:
-        with self.group.explained(), self._bars():
-            batches,i = self._planned(),0
-            note_batch_norm(self)
-            for b in batches:
-                if self.plan.is_over:   # the tail is dropped: drawn, and shown to nobody
-                    self._move_bars()
-                    continue
-                head = [b]
-                del b   # or it would be in memory as long as the window
-                i += self._train_window(i, chain(_pop(head), batches))
-                if self.learn is None:   # removed: go on without windows
-                    for i,b in enumerate(batches, i): learn.one_batch(i, b)
-                    return
-            # other processes may have more windows, in which this one takes part
-            while self.group.waits and self._train_window(i, iter(())): i += 1
-        self._check_steps()
-    finally:
-        self.group.reset()
-        self.group = Alone()
-
-def _pop(bs): yield bs.pop()
-
-# %% ../nbs/core.ipynb #d877526a
-@patch
-def _train_window(self:WindowCallback, i, batches):
-    "Run the `i`th window; `False` if the tail was dropped, or the callback removed"
-    learn,hypers,cut = self.learn,Hypers(self.learn.opt),self._cutter
-    try:
-        self._fit.grads.open()
-        if cut: win = cut.gather(self, i, batches, hypers)   # a `MicroBatch`
-        else:   win = self._gather(i, batches, hypers)
-        if win is None: return False   # the callback was removed
-        if not (win.closed or win.full or self._is_owed(win)):   # the tail is dropped
-            self._throw(win)
-            hypers.restore()   # and what schedulers have set for it
-            return False
-        learn.iter = i   # this process may have had no micro-batch
-        if not win.closed: self._step_late(win)
-        if self.learn is None: learn('after_batch')   # removed in the step
-        else: self._after_batch(win)
-        return True
-    except BaseException:
-        if self._fit is not None: self._throw(self.window)
-        raise
-    finally: self.window = None
-
-# %% ../nbs/core.ipynb #02fe1236
-@patch
-def _gather(self:WindowCallback, i, batches, hypers, ran=False):
-    "Send micro-batches through the model until the window is full, or `batches` end"
-    learn = self.learn
-    self.window = win = Window(hypers, self._wanted(self.plan.begun), ran)
-    if self._fit.goal is None: self._fit.goal = win.goal
-    for b in batches:
-        cut = self._cutter
-        win.n_batches += 1; win.n_of_batch = self._n_of(b)
-        closes = self._closes(win)
-        with closing(cut.parts(b) if cut else _whole(b)) as parts:   # its slices
-            for part,is_last in parts:
-                win.boundary = is_last and closes and self._still_closes(win, part)
-                self.group.sync(win.boundary and not self._late)
-                self._in_micro = True
-                try: learn.one_batch(i, part)
-                finally: self._in_micro = False
-                if self.window is not win: return   # removed
-                if not win.closed: self._count_metrics(win)
-                if not is_last: self._after_micro_batch(win)
-        self._move_bars()
-        win.full = win.closed or (closes if self._adds_up else self._fills(win))
-        if win.full: break
-        if not self.plan.ended: self._after_micro_batch(win)
-    return win
-
-def _whole(b): yield b,True
+def drop(self:WindowCallback):
+    "Leave out the current micro-batch; call it before the backward pass, which is then skipped"
+    win = self.window
+    if win is None or win.micro is None or not self.learn.training:
+        raise RuntimeError(f"{self.who}: drop can only be called while a micro-batch of training runs")
+    m = win.micro
+    if m.dropped: return
+    self.group.check_drop(self._gathers_metrics())
+    if m.counted:
+        raise RuntimeError(f"{self.who}: drop comes too late, because the backward pass of this micro-batch has begun; "
+                           "call drop in `before_backward` or earlier")
+    m.dropped = True
+    win.n_dropped += 1; self.counts.n_dropped += 1
+    if m.scaled: self._leave()
 
 # %% ../nbs/core.ipynb #d2f8dcde
 @patch(as_prop=True)
@@ -180,29 +123,150 @@ def _cutter(self:WindowCallback): return first_of(self.learn, 'MicroBatch')
 
 @patch(as_prop=True)
 def _late(self:WindowCallback):
-    "Whether processes synchronise after all backward passes of a window, and not in the last one"
+    "Whether the processes synchronise after all backward passes of a window, and not in the last one"
     cut = self._cutter
     return cut is not None and (cut.shows_whole or cut.bs=='auto')
 
-# %% ../nbs/core.ipynb #46c7459e
-class AtStep(BaseException): "Ends a micro-batch where the optimizer would step"
+# %% ../nbs/core.ipynb #945d142d
+@dataclass
+class Micro:
+    "A micro-batch"
+    n:int               # Samples in it
+    dropped:bool=False  # Whether a callback has left it out
+    scaled:bool=False   # Whether its weight has been computed
+    counted:bool=False  # Whether its gradient is part of the window
+    is_over:bool=False  # Whether its `after_batch` has run, for callbacks that need each micro-batch
+    weight:Real=0       # What the mean of its loss divides by
+    by:Real=1           # The factor by which its gradient is multiplied
 
-# %% ../nbs/core.ipynb #3c1125a5
+@dataclass
+class Window:
+    "The micro-batches between two optimizer steps"
+    hypers:Hypers       # The hyper-parameters of the optimizer when the window began
+    goal:int=1          # The number of batches, or of samples, that fill it
+    ran:bool=False      # Whether the model has run in it, or the processes have prepared for it
+    n_micro:int=0       # Micro-batches, the current one included
+    n_samples:int=0     # Samples whose gradients are part of it
+    weight:Real=0       # Sum of the weights of these samples; the mean over the window divides by it
+    loss:Real=0.        # Sum of their losses, not averaged
+    n_batches:int=0     # Batches of the loader; `MicroBatch` cuts them into slices
+    n_of_batch:int=0    # Samples in the last of these batches
+    n_dropped:int=0     # Micro-batches that a callback has left out
+    n_all:int=0         # Samples of all processes together
+    boundary:bool=False # Whether the current micro-batch closes it
+    full:bool=False     # Whether it holds as many batches or samples as it should
+    reached:bool=False  # Whether a micro-batch has reached the place of the step
+    averaged:bool=False # Whether the gradients are averaged over the processes
+    closed:bool=False   # Whether its gradients are finished
+    stepped:bool=False  # Whether the optimizer has stepped
+    done:bool=False     # Whether its gradients are cleared, or left for the next step
+    factor:Real=1       # The factor by which the sum of the gradients is multiplied
+    last:Tensor=None    # The loss of the last micro-batch
+    sums:dict=None      # Sums of its gradients, if a callback keeps them outside of `.grad`
+    micro:Micro=None    # The current micro-batch, or the last one
+
+    @property
+    def is_empty(self): return self.n_dropped==self.n_micro and not self.n_all
+
+@dataclass
+class Fit:
+    "What all windows of a fit share"
+    grads:Gradients     # The gradients of the model, and those that were there before the window
+    nominal:Real=None   # About the weight of the first full window; each loss is divided by it
+    goal:int=None       # The number of batches, or of samples, that fills the first window
+    carried:tuple=(0,0) # Samples and weight of a window whose step was cancelled
+
+# %% ../nbs/core.ipynb #e207cc1a
 @patch
-def _micro_batch(self:WindowCallback, f, ex):
-    "What `_with_events` does for a micro-batch"
-    learn,win = self.learn,self.window
-    win.n_micro += 1; self.counts.n_micro += 1
-    win.micro = Micro(count_samples(learn.yb, learn.xb))
+def before_fit(self:WindowCallback):
+    "Check the set-up, and plan the windows"
+    learn = self.learn
+    if self._depth: return   # a callback validates in the middle of an epoch, or enters the learner
+    self._replace()
+    if learn.lock.locked(): return
+    self._fit = None
+    check_cbs(self); self._check()
+    self.history = []
+    learn.cbs = L(self) + learn.cbs.filter(lambda o: o is not self)   # before others of the same `order` too
+    if not self._in_charge: return
+    check_opt(self); check_model(self); self._read_loss()
+    group = processes(learn.model, self.who)
+    n_procs,dl = num_distrib() if first_of(learn, 'DistributedTrainer') else group.n,check_loader(self, group)
+    if n_procs>1 and group.n==1 and not hasattr(dl, 'world_size'): dl = Part(dl, n_procs)
+    self.group = group
     try:
-        with win.hypers.once_more() if win.n_micro>1 else nullcontext():
-            learn('before_batch')
-        f()
-        if win.closed: self._cleared(win)
-    except AtStep: win.reached = True
-    except ex:
-        if win.closed: self._leave_gradients(win)
-        learn('after_cancel_batch')
+        start = getattr(first_of(learn, 'SkipToEpoch'), '_skip_to', 0)
+        for epoch in reversed(range(start, learn.n_epoch if self._varies else start+1)):
+            self._read_loader(dl, n_procs, epoch)
+    finally: self.group = Alone()
+    learn.accumulate_step = self
+    finder = first_of(learn, 'LRFinder')
+    if finder is None: return
+    learn.n_epoch = finder.num_it//(self.plan.n_windows or 1) + 1   # so that it makes `num_it` steps
+    if n_procs>1: self._kept = InMemory(learn)
+
+@patch
+def _check(self:WindowCallback): "Further checks of a subclass"
+
+@patch
+def before_epoch(self:WindowCallback): self._replace()   # it is gone if another callback validated in its `before_fit`
+
+@patch
+def before_batch(self:WindowCallback):
+    "Raise an error if the training loop had begun when the callback was added"
+    if self.window is None and self._depth<2 and self._in_charge and self.learn.training:   # `_events` missed the loop
+        raise RuntimeError(f"{self.who}: the callback was added in the middle of an epoch; "
+                           "add it in `before_epoch` or earlier")
+
+# %% ../nbs/core.ipynb #4c1e9807
+@patch(as_prop=True)
+def _varies(self:WindowCallback): return callable(self.n_step) or callable(self.n_samples)
+
+@patch
+def _read_loader(self:WindowCallback, dl, n_procs, epoch):
+    "Plan an epoch; raise an error, or warn, if the settings do not fit the loader"
+    group,bs,self._per = self.group,batch_size(dl),1
+    wanted,name = partial(self._wanted, epoch=epoch),'n_step' if self.n_samples is None else 'n_samples'
+    if name=='n_samples':
+        bs,v = group.common_size(bs),wanted(0.)
+        if bs and v<bs:
+            self._warn_once('bs', f"n_samples={v} is below the batch size {bs}, so every micro-batch is a window. "
+                                  "n_samples counts samples; use n_step to count micro-batches")
+    adds_up = name=='n_samples' and n_procs>1
+    if adds_up and bs: name,self._per = 'n_step',bs*n_procs   # with equal batch sizes, processes can count batches
+    v,by_name = wanted(0.),'n_step' if name=='n_step' else 'goal'
+    agree = group.same_loader if self._varies and name=='n_step' else lambda drop, *o: o
+    self.plan = plan = plan_epoch(dl, **{by_name:wanted if self._varies else v}, drop_last=self.drop_last, agree=agree)
+    if adds_up and name=='n_samples': plan.n_windows = None
+    if plan.counts_batches: held,unit = group.max(len(dl))[0],'micro-batches'
+    else:                   held,unit = group.sum(plan.n_samples or 0)[0]*(n_procs if group.n==1 else 1),'samples'
+    if not held or v<=held: return
+    at = f' at pct={epoch/self.learn.n_epoch:.4g}' if self._varies else ''
+    if plan.drop_last:
+        raise ValueError(f"{self.who}: {name}={v}{at} is more than the {held} {unit} of an epoch and the tail is "
+                         f"dropped, so the optimizer would never step. Lower {name} or pass drop_last=False")
+    self._warn_once('epoch', f"{name}={v}{at} is more than the {held} {unit} of an epoch. "
+                             "A window ends when its epoch ends, so each epoch makes one step")
+
+# %% ../nbs/core.ipynb #e9426202
+@patch
+def _wanted(self:WindowCallback, share, epoch=None):
+    "How many batches, or samples, fill a window that begins when `share` of the epoch has been seen"
+    name,learn = 'n_step' if self.n_samples is None else 'n_samples',self.learn
+    v = f = getattr(self, name)
+    if callable(f):
+        epoch = learn.epoch if epoch is None else epoch
+        pct = 0. if first_of(learn, 'LRFinder') else min(1., (epoch+share)/learn.n_epoch)
+        v = f(pct)
+        if isinstance(v, bool) or not isinstance(v, Integral) or v<1:
+            raise ValueError(f"{self.who}: {name} must return an int of at least 1, got {v!r} at pct={pct:.4g}; "
+                             "to use a fastai schedule f, pass `lambda pct: max(1, round(f(pct)))`")
+    return -(-v//self._per)
+
+# %% ../nbs/core.ipynb #e133ab34
+@patch
+def _replace(self:WindowCallback):
+    if self._replaced is None: self._replaced = Replaced(self.learn, '_with_events', self._events)
 
 # %% ../nbs/core.ipynb #e33d0f24
 @patch
@@ -218,101 +282,194 @@ def _events(self:WindowCallback, f, event_type, ex, final=noop):
     was,self._in_micro,self._depth = self._in_micro,False,self._depth+1
     try: return self._replaced.old(f, event_type, ex, final)
     except BaseException as e:
-        goes_on = isinstance(e, CancelFitException) or isinstance(e, CancelEpochException) and event_type!='epoch'   # `after_fit` will come
+        # after these exceptions, fastai will still call `after_fit`
+        goes_on = isinstance(e, CancelFitException) or isinstance(e, CancelEpochException) and event_type!='epoch'
         if self._depth==1 and not goes_on: self._end()
         raise
     finally: self._in_micro,self._depth = was,self._depth-1
 
 @patch
 def _around_fit(self:WindowCallback, *args):
-    "The callback was there before the fit began: it ends with it, whatever happens"
+    "Run the whole fit, and clean up after it, whatever happens"
     try: return self._replaced.old(*args)
     finally: self._end()
 
-# %% ../nbs/core.ipynb #e133ab34
+# %% ../nbs/core.ipynb #b304d877
 @patch
-def _replace(self:WindowCallback):
-    if self._replaced is None: self._replaced = Replaced(self.learn, '_with_events', self._events)
+def _train(self:WindowCallback, all_batches):
+    "Train one epoch, window after window, in the place of `learn.all_batches`"
+    learn = self.learn
+    if learn is None: return all_batches()   # removed in `before_train`
+    if self._fit is None:
+        self._fit,self.counts,self.history = Fit(Gradients(learn)),Counts(),[]
+    self.group = processes(learn.model, self.who)
+    try:
+        with self.group.explained(), self._bars():
+            batches,i = self._planned(),0
+            note_batch_norm(self)
+            for b in batches:
+                if self.plan.is_over:   # the tail is dropped: draw it, and do nothing
+                    self._move_bars()
+                    continue
+                head = [b]
+                del b   # otherwise it would stay in memory until the window ends
+                i += self._train_window(i, chain(_pop(head), batches))
+                if self.learn is None:   # removed: go on without windows
+                    for i,b in enumerate(batches, i): learn.one_batch(i, b)
+                    return
+            # other processes may have more windows; this process takes part in them
+            while self.group.waits and self._train_window(i, iter(())): i += 1
+        self._check_steps()
+    finally:
+        self.group.reset()
+        self.group = Alone()
+
+def _pop(bs): yield bs.pop()
+
+# %% ../nbs/core.ipynb #8627cc12
+@patch
+def _planned(self:WindowCallback):
+    "The batches of the loader; the first one is drawn before the plan is made, so that the sampler has made its choice"
+    it,none = iter(self.learn.dl),object()
+    b = next(it, none)
+    self._read_loss(); self._read_loader(self.learn.dl, self.group.n, self.learn.epoch)
+    nominal = self.group.agree(self.plan, self._gathers_metrics())
+    if self._fit.nominal is None: self._fit.nominal = nominal
+    self.learn.n_iter = self.plan.n_iter
+    return self._drawn(iter(()) if b is none else chain([b], it))
 
 @patch
-def _end(self:WindowCallback):
-    "Leave nothing behind"
-    if self.window is not None: self._throw(self.window)
-    if self._fit is not None: self._fit.grads.forget()
-    for o in (self._replaced,self._kept):
-        if o is not None: o.restore()
-    self.window = self._fit = self._replaced = self._kept = None
+def _drawn(self:WindowCallback, batches):
+    "Count the batches that the loader yields"
+    none,plan,counts = object(),self.plan,self.counts
+    b = next(batches, none)
+    while b is not none:
+        if self.learn is not None:   # otherwise the callback was removed
+            n = self._n_of(b)
+            counts.n_samples += n; counts.n_thrown += n; counts.n_micro += plan.is_over
+            plan.draw(n)
+        if plan.batches_drawn!=plan.n_batches: yield b; b = next(batches, none); continue
+        following = next(batches, none)   # nothing, unless the loader yields more batches than its length says
+        plan.ended = following is none
+        yield b
+        b,following = following,none
 
-# %% ../nbs/core.ipynb #175014a6
-def _get_learn(self): return vars(self).get('_learn')
+@patch
+def _n_of(self:WindowCallback, b):
+    "How many samples a batch has"
+    i = getattr(self.learn.dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
+    return count_samples(b[i:], b[:i])
 
-def _set_learn(self, v):
-    old = self.learn
-    if v is not None and old is not None and v is not old:
-        raise ValueError(f"{self.who}: this instance is in another Learner already; make a new one for each")
-    if v is None and old is not None:
-        self._end()
-        if sum(o is self for o in old.cbs)>1: return   # registered twice, and only removed once
-        if vars(old).get('accumulate_step') is self: del old.accumulate_step
-    vars(self)['_learn'] = v
-    if v is not None: self._replace()   # a fit may be running
+# %% ../nbs/core.ipynb #d877526a
+@patch
+def _train_window(self:WindowCallback, i, batches):
+    "Run window `i`; `False` if it was a dropped tail, or the callback was removed"
+    learn,hypers,cut = self.learn,Hypers(self.learn.opt),self._cutter
+    try:
+        self._fit.grads.open()
+        if cut: win = cut.gather(self, i, batches, hypers)   # a `MicroBatch`
+        else:   win = self._gather(i, batches, hypers)
+        if win is None: return False   # the callback was removed
+        if not (win.closed or win.full or self._is_owed(win)):   # drop the tail
+            self._throw(win)
+            hypers.restore()   # undo what schedulers have set for this window
+            return False
+        learn.iter = i   # needed if this process had no micro-batch
+        if not win.closed: self._step_late(win)
+        if self.learn is None: learn('after_batch')   # removed in the step
+        else: self._after_batch(win)
+        return True
+    except BaseException:
+        if self._fit is not None: self._throw(self.window)
+        raise
+    finally: self.window = None
 
-WindowCallback.learn = property(_get_learn, _set_learn)
+# %% ../nbs/core.ipynb #02fe1236
+@patch
+def _gather(self:WindowCallback, i, batches, hypers, ran=False):
+    "Run micro-batches until the window is full, or `batches` ends"
+    learn = self.learn
+    self.window = win = Window(hypers, self._wanted(self.plan.begun), ran)
+    if self._fit.goal is None: self._fit.goal = win.goal
+    for b in batches:
+        cut = self._cutter
+        win.n_batches += 1; win.n_of_batch = self._n_of(b)
+        closes = self._closes(win)
+        with closing(cut.parts(b) if cut else _whole(b)) as parts:   # slices of `b`
+            for part,is_last in parts:
+                win.boundary = is_last and closes and self._still_closes(win, part)
+                self.group.sync(win.boundary and not self._late)
+                self._in_micro = True
+                try: learn.one_batch(i, part)
+                finally: self._in_micro = False
+                if self.window is not win: return   # the callback was removed
+                if not win.closed: self._count_metrics(win)
+                if not is_last: self._after_micro_batch(win)
+        self._move_bars()
+        win.full = win.closed or (closes if self._adds_up else self._fills(win))
+        if win.full: break
+        if not self.plan.ended: self._after_micro_batch(win)
+    return win
 
-# %% ../nbs/core.ipynb #945d142d
-@dataclass
-class Micro:
-    "A micro-batch"
-    n:int               # Its samples
-    dropped:bool=False  # Whether it is left out
-    scaled:bool=False   # Whether its loss has been weighed
-    counted:bool=False  # Whether its gradient is in
-    is_over:bool=False  # Whether those who want each micro-batch have had its `after_batch`
-    weight:Real=0       # What the mean of its loss divides by
-    by:Real=1           # What its gradient is multiplied by on its way to the parameters
+def _whole(b): yield b,True
 
-@dataclass
-class Window:
-    "The micro-batches between two optimizer steps"
-    hypers:Hypers       # What the optimizer was set to when it began
-    goal:int=1          # Batches, or samples, that fill it
-    ran:bool=False      # Whether the model has run, or the processes have prepared for it
-    n_micro:int=0       # Micro-batches, the one in flight included
-    n_samples:int=0     # Samples whose gradients are in
-    weight:Real=0       # Sum of the weights of the micro-batches whose gradients are in: what the mean over the window divides by
-    loss:Real=0.        # Sum of their losses, each the sum over its elements
-    n_batches:int=0     # Batches of the loader, which may come in slices
-    n_of_batch:int=0    # Samples of the last of those
-    n_dropped:int=0     # Micro-batches that were left out
-    n_all:int=0         # Samples of all processes
-    boundary:bool=False # Whether the micro-batch in flight closes it
-    full:bool=False     # Whether it holds what a window is to hold
-    reached:bool=False  # Whether a micro-batch has come to its step
-    averaged:bool=False # Whether the gradients are those of all processes
-    closed:bool=False   # Whether its gradients are finished
-    stepped:bool=False  # Whether the optimizer has stepped
-    done:bool=False     # Whether its gradients are cleared, or left to the next step
-    factor:Real=1       # What the sum of the gradients is multiplied by
-    last:Tensor=None    # The loss of the last micro-batch
-    sums:dict=None      # The sums of its gradients by parameter, if a callback keeps them apart from `.grad`
-    micro:Micro=None    # The micro-batch in flight, or the last one
-
-    @property
-    def is_empty(self): return self.n_dropped==self.n_micro and not self.n_all
-
-@dataclass
-class Fit:
-    "What the windows of a fit share"
-    grads:Gradients     # The gradients of the model, and what waits among them
-    nominal:Real=None   # The weight of a full window, the first one, about: what losses are divided by on their way in
-    goal:int=None       # What fills the first window
-    carried:tuple=(0,0) # Samples and weight of a window whose step was cancelled
-
-# %% ../nbs/core.ipynb #3c67e54d
+# %% ../nbs/core.ipynb #896b510d
 @patch(as_prop=True)
-def is_boundary(self:WindowCallback)->bool:
-    "Whether the optimizer steps at the end of the micro-batch in flight; never in validation"
-    return self.window is not None and self.window.boundary and self.learn.training
+def _adds_up(self:WindowCallback):
+    "Whether the processes add up their samples to fill a window"
+    return self.group.n>1 and not self.plan.counts_batches
+
+@patch
+def _fills(self:WindowCallback, win, more=0):
+    "Whether the window would be full with `more` samples"
+    return win.n_batches>=win.goal if self.plan.counts_batches else win.n_samples+more>=win.goal
+
+@patch
+def _closes(self:WindowCallback, win):
+    "Whether we know that the window ends with the current batch"
+    plan = self.plan
+    if self._adds_up: return self.group.add_up(plan, win, win.goal, win.n_of_batch, plan.ended)
+    return self._fills(win, win.n_of_batch) or (plan.ended and not plan.drop_last)
+
+@patch
+def _still_closes(self:WindowCallback, win, part):
+    "Whether it ends with `part`, the last slice of this batch; another slice may have been left out"
+    return self._adds_up or self.plan.ended or self._fills(win, self._n_of(part))
+
+@patch
+def _is_owed(self:WindowCallback, win):
+    "Whether a window that is not full makes a step: because the tail is kept, or because other processes make one"
+    plan,group = self.plan,self.group
+    if not group.waits: return not plan.drop_last
+    return group.go_along(plan, win, win.goal) if plan.n_windows is None else plan.n_done<plan.n_windows
+
+# %% ../nbs/core.ipynb #1b0761cc
+@patch
+def _check_steps(self:WindowCallback):
+    plan = self.plan
+    if plan.drop_last and not plan.n_done and plan.n_drawn:
+        self._warn_once('none', f"an epoch of {plan.n_drawn} samples made no step, because it ended "
+                                "before its first window was full and the tail is dropped")
+
+# %% ../nbs/core.ipynb #46c7459e
+class AtStep(BaseException): "Ends a micro-batch at the place where the optimizer would step"
+
+# %% ../nbs/core.ipynb #3c1125a5
+@patch
+def _micro_batch(self:WindowCallback, f, ex):
+    "Run one micro-batch: `f` is the model, the loss, the backward pass and the step"
+    learn,win = self.learn,self.window
+    win.n_micro += 1; self.counts.n_micro += 1
+    win.micro = Micro(count_samples(learn.yb, learn.xb))
+    try:
+        with win.hypers.once_more() if win.n_micro>1 else nullcontext():
+            learn('before_batch')
+        f()
+        if win.closed: self._cleared(win)
+    except AtStep: win.reached = True
+    except ex:
+        if win.closed: self._leave_gradients(win)
+        learn('after_cancel_batch')
 
 # %% ../nbs/core.ipynb #327e37fc
 @patch
@@ -320,10 +477,122 @@ def after_pred(self:WindowCallback):
     "Note that the model has run"
     if self.window is not None: self.window.ran = True
 
+# %% ../nbs/core.ipynb #30d3b966
+@patch
+def _read_loss(self:WindowCallback):
+    "Find out whether the loss is a mean, and whether the gradient of a window is averaged"
+    f,red = self.learn.loss_func,loss_reduction(self.learn.loss_func)
+    if red=='none':
+        raise ValueError(f"{self.who}: the loss has reduction='none', so it does not return one number; "
+                         "set reduction='mean'")
+    self._is_mean = red!='sum'
+    if self.average is not None:   self._averages = self.average
+    elif is_a(self, 'MicroBatch'): self._averages = self._is_mean   # one batch of the loader keeps its sum
+    else:                          self._averages = not sums_by_nature(f)
+    if self.average is None and self._averages and not self._is_mean:
+        self._warn_once('sum', "the loss has reduction='sum', but its gradients are averaged as with reduction='mean'. "
+                               "Set reduction='mean' to avoid this warning, or average=False to keep the sum")
+    base = base_loss(f)   # the loss of no targets is NaN; the gradients of cross-entropy are then 0, all others NaN
+    has_zeros = isinstance(base, (nn.CrossEntropyLoss,nn.NLLLoss)) and base.weight is None
+    self._can_be_nan = self.weight is not None or not has_zeros
+
+# %% ../nbs/core.ipynb #c9f7cad7
+@patch
+def _weigh(self:WindowCallback):
+    "The weight of the current micro-batch"
+    src = 'loss_weight' if self.weight is None else 'weight'
+    f = self.weight or partial(loss_weight, self.learn.loss_func)
+    with torch.no_grad(): w = f(self.learn.pred, *self.learn.yb)
+    if isinstance(w, (Tensor,np.ndarray)):
+        if math.prod(w.shape)!=1:
+            raise ValueError(f"{self.who}: {src} must return one number, got shape {tuple(w.shape)}; return the sum")
+        if isinstance(w, Tensor) and is_remote(w) and not self._can_be_nan:   # leave it on the GPU, and do not wait
+            return w.detach().reshape(()).to(torch.promote_types(self.learn.loss.dtype, torch.float32))
+        w = w.item()
+    if isinstance(w, bool) or not isinstance(w, Real):
+        raise ValueError(f"{self.who}: {src} must return one number, got {w!r}")
+    if not 0<=w<math.inf:
+        raise ValueError(f"{self.who}: {src} must return a finite number of at least 0, got {w!r}")
+    return w
+
+# %% ../nbs/core.ipynb #a9adb58b
+@patch
+def _expected(self:WindowCallback, w):
+    "The weight of a full window of micro-batches like the current one, of weight `w`, without ignored targets"
+    ignore,y = getattr(base_loss(self.learn.loss_func), 'ignore_index', None),self.learn.yb[0]
+    if isinstance(ignore, int) and isinstance(y, Tensor) and not y.is_floating_point():
+        kept = (y!=ignore).sum()
+        w = w * y.numel() / (kept.clamp(min=1) if isinstance(w, Tensor) else max(kept.item(), 1))
+    n = self.window.micro.n or 1
+    w = torch.where(w>0, w, n) if isinstance(w, Tensor) else w or n   # any constant is exact, but it must not be 0
+    return w * self.plan.size * ((self.window.n_of_batch or n)/n)
+
+# %% ../nbs/core.ipynb #9a31c821
+@patch
+def _backward(self:WindowCallback, f, ex):
+    "The backward pass of the current micro-batch, between its events"
+    learn,win,m = self.learn,self.window,self.window.micro
+    if m.dropped: self._leave()
+    if math.prod(learn.loss_grad.shape)!=1:
+        raise ValueError(f"{self.who}: the loss must be one number, got shape {tuple(learn.loss_grad.shape)}; "
+                         "return the mean")
+    w,share,total = self._share()
+    if not isinstance(share, Tensor) and share==0 and self._can_be_nan:
+        if self.group.n>1 or not win.boundary or win.weight: _gradient_is_in(win, w, total); raise AtStep
+        share = 1
+    hook = _hook(learn.loss_grad, win, w, total, share)   # a callback may call `backward` itself
+    def backward():
+        nonlocal hook
+        if hook: hook.remove()   # the callback may also have replaced the loss
+        sums = first(learn.cbs, lambda o: hasattr(type(o), 'summing'))   # this callback multiplies the gradients itself
+        hook = _hook(learn.loss_grad, win, w, total, 1 if sums else share)
+        with sums.summing(share) if sums else nullcontext(): f()
+    try: self._replaced.old(backward, 'backward', ex)
+    finally:
+        if hook: hook.remove()
+        win.averaged = win.boundary and m.counted and not self._late   # the processes have averaged the gradients
+
+@patch
+def _share(self:WindowCallback):
+    "The weight of the current micro-batch, the factor for its gradient, and the sum of its losses"
+    learn,win,w = self.learn,self.window,self._weigh()
+    loss = learn.loss.detach()
+    if self._fit.nominal is None: self._fit.nominal = self._expected(w)
+    win.last,win.micro.scaled = loss,True
+    by,loss = w if self._is_mean else 1,loss.to(torch.promote_types(loss.dtype, torch.float32))
+    keep = by>0
+    if isinstance(by, Tensor):   # callbacks do not see a NaN
+        total,learn.loss = torch.where(keep, loss*by, 0),torch.where(keep, learn.loss, 0)
+    elif keep: total = loss*by
+    else:      total,learn.loss = torch.zeros_like(loss),torch.zeros_like(learn.loss)
+    return w,by/(self._nominal if self._averages else 1),total
+
+def _hook(loss, win, w, total, by):
+    "Multiply the gradient of `loss` by `by`, and count the micro-batch"
+    win.micro.weight,win.micro.by = w,by
+    def arrive(g):
+        _gradient_is_in(win, w, total)
+        if isinstance(by, Tensor) or by!=1: return (g*by).to(g.dtype)
+    return loss.register_hook(arrive) if getattr(loss, 'requires_grad', False) else None
+
+def _gradient_is_in(win, w, total):
+    "Count the micro-batch, but only once, also if there are several backward passes"
+    m = win.micro
+    if m.counted: return
+    m.counted = True
+    win.weight,win.loss,win.n_samples = win.weight+w,win.loss+total,win.n_samples+m.n
+
+# %% ../nbs/core.ipynb #d172f0dd
+@patch
+def _leave(self:WindowCallback):
+    "Cancel the micro-batch, and hide its loss from callbacks"
+    self.learn.loss = torch.zeros_like(self.learn.loss.detach())
+    raise CancelBatchException
+
 # %% ../nbs/core.ipynb #d3473915
 @patch
 def _step(self:WindowCallback, f, ex):
-    "What `_with_events` does for the step of a micro-batch"
+    "Finish the window, and step; a micro-batch that is not the last one ends here"
     win = self.window
     if not win.boundary: raise AtStep
     self._count_metrics(win)   # with the loss of the micro-batch
@@ -340,18 +609,65 @@ def _step_once(self:WindowCallback, win, step):
     counts = self.counts
     step()
     win.stepped = True
-    counts.n_steps += 1; counts.n_stepped += win.n_samples; counts.n_thrown -= win.n_samples; counts.weight = counts.weight+win.weight
+    counts.n_steps   += 1
+    counts.n_stepped += win.n_samples
+    counts.n_thrown  -= win.n_samples
+    counts.weight = counts.weight+win.weight
+
+# %% ../nbs/core.ipynb #3ead741c
+@patch
+def _average(self:WindowCallback, win):
+    "Divide the gradients by the weight of the window, and set `learn.loss` to its mean loss"
+    fit = self._fit
+    fit.grads.look()   # the model may have new parameters since the window began
+    W,loss = self._totals(win)
+    if win.n_all: self._divide(win, W, loss)
+    fit.grads.join()
+    (more,w),fit.carried = fit.carried,(0,0)
+    win.n_samples += more; win.weight = win.weight+w
+    if self.group.n>1 and not win.n_all: raise CancelBatchException
+
+@patch
+def _divide(self:WindowCallback, win, W, loss):
+    learn,n_procs,grads = self.learn,self.group.n,self._fit.grads
+    last,nominal = learn.loss if win.last is None else win.last,self._nominal
+    if not self._averages: W = 1
+    if isinstance(W, Tensor): factor,loss = torch.where(W>0, nominal/W, 1),torch.where(W>0, loss/W, last)
+    else:                     factor,loss = (nominal/W,loss/W) if W else (1,last)
+    if not isinstance(W, Tensor) and W==0: grads.fill()
+    win.factor = factor*n_procs if self._averages else n_procs   # times n_procs, since the processes average
+    grads.scale(win.factor)
+    dtype = learn.loss.dtype   # with several processes the same in all; this one may have had no loss yet
+    if n_procs>1: dtype = torch.promote_types(next(learn.model.parameters()).dtype, torch.float32)
+    learn.loss = torch.as_tensor(loss, dtype=dtype, device=learn.loss.device)
+
+@patch(as_prop=True)
+def _nominal(self:WindowCallback):
+    "About the weight of the current window when it is full"
+    return self._fit.nominal * (self.window.goal/self._fit.goal)
+
+@patch
+def _totals(self:WindowCallback, win):
+    "The weight and the loss of the window, over all processes"
+    learn,group,cut = self.learn,self.group,self._cutter
+    if group.n>1 and not win.averaged:
+        if cut and cut.bs=='auto': cut.agree(group)
+        scaler = getattr(learn, 'scaler', None)
+        if scaler is not None: scaler.scale(torch.zeros_like(learn.loss))   # the scaler must be used before each step
+        group.average(win.ran)
+    win.n_all,W,loss = group.sum(win.n_samples, win.weight, win.loss)
+    return W,loss
 
 # %% ../nbs/core.ipynb #ba585ee7
 @patch
 def _cleared(self:WindowCallback, win):
-    "`zero_grad` has been called"
+    "Note that `zero_grad` has been called"
     win.done = True
     if self._fit is not None: self._fit.grads.cleared()
 
 @patch
 def _leave_gradients(self:WindowCallback, win):
-    "The step was cancelled: its gradients stay for the next one"
+    "The step was cancelled: leave its gradients for the next one"
     win.done,fit = True,self._fit
     if fit is None: return
     fit.grads.left = True
@@ -359,7 +675,7 @@ def _leave_gradients(self:WindowCallback, win):
 
 @patch
 def _throw(self:WindowCallback, win):
-    "Throw a window away: what it has added to the gradients is gone"
+    "Throw a window away: remove what it has added to the gradients"
     if win is not None and win.done: return
     if win is not None and win.stepped: self.learn.opt.zero_grad()
     else: self._fit.grads.throw()
@@ -367,12 +683,12 @@ def _throw(self:WindowCallback, win):
 # %% ../nbs/core.ipynb #e275ada3
 @patch
 def _step_late(self:WindowCallback, win):
-    "Step, without a micro-batch in flight"
+    "Make the step when no micro-batch has made it"
     learn = self.learn
     if not (win.n_samples or win.reached or self.group.n>1):   # every micro-batch was cancelled
         win.boundary = win.done = True
         return self._fit.grads.join()
-    if not win.reached:   # no micro-batch of this process has come so far
+    if not win.reached:   # no micro-batch of this process has reached its step
         for cb in learn.cbs.filter(is_a, name='ParamScheduler'): cb('before_batch')
     try:
         self._finish(win)
@@ -383,64 +699,21 @@ def _step_late(self:WindowCallback, win):
         self._leave_gradients(win)
         learn('after_cancel_batch')
 
-# %% ../nbs/core.ipynb #3ead741c
-@patch
-def _average(self:WindowCallback, win):
-    "Make the sums of a window means, and `learn.loss` that of the window"
-    fit = self._fit
-    fit.grads.look()   # parameters may have come since the window began
-    W,loss = self._totals(win)
-    if win.n_all: self._divide(win, W, loss)
-    fit.grads.join()
-    (more,w),fit.carried = fit.carried,(0,0)
-    win.n_samples += more; win.weight = win.weight+w
-    if self.group.n>1 and not win.n_all: raise CancelBatchException
-
-@patch
-def _divide(self:WindowCallback, win, W, loss):
-    learn,n_procs,grads = self.learn,self.group.n,self._fit.grads   # the gradients are means over the processes
-    last,nominal = learn.loss if win.last is None else win.last,self._nominal
-    if not self._averages: W = 1
-    if isinstance(W, Tensor): factor,loss = torch.where(W>0, nominal/W, 1),torch.where(W>0, loss/W, last)
-    else:                     factor,loss = (nominal/W,loss/W) if W else (1,last)
-    if not isinstance(W, Tensor) and W==0: grads.fill()
-    win.factor = factor*n_procs if self._averages else n_procs
-    grads.scale(win.factor)
-    dtype = learn.loss.dtype
-    if n_procs>1: dtype = torch.promote_types(next(learn.model.parameters()).dtype, torch.float32)   # one for all: this process may have had no loss yet
-    learn.loss = torch.as_tensor(loss, dtype=dtype, device=learn.loss.device)
-
-@patch(as_prop=True)
-def _nominal(self:WindowCallback):
-    "The weight of the open window when it is full, about; it grows with the window"
-    return self._fit.nominal * (self.window.goal/self._fit.goal)
-
-@patch
-def _totals(self:WindowCallback, win):
-    "The weight and the loss of the window, and its samples, over all processes"
-    learn,group,cut = self.learn,self.group,self._cutter
-    if group.n>1 and not win.averaged:
-        if cut and cut.bs=='auto': cut.agree(group)
-        scaler = getattr(learn, 'scaler', None)
-        if scaler is not None: scaler.scale(torch.zeros_like(learn.loss))   # it wants to have been used before a step
-        group.average(win.ran)
-    win.n_all,W,loss = group.sum(win.n_samples, win.weight, win.loss)
-    return W,loss
-
 # %% ../nbs/core.ipynb #a29cb252
 def _wants_each(cb):
-    return vars(cb).get('each_micro_batch', getattr(type(cb), 'each_micro_batch', is_a(cb, 'CollectDataCallback') or is_a(cb, 'HookCallback')))
+    by_default = is_a(cb, 'CollectDataCallback') or is_a(cb, 'HookCallback')
+    return vars(cb).get('each_micro_batch', getattr(type(cb), 'each_micro_batch', by_default))
 
 @patch
 def _after_micro_batch(self:WindowCallback, win):
-    "`after_batch` for those who want each; the last micro-batch has that of the window"
+    "Run `after_batch` for callbacks that need each micro-batch; the last one gets that of the window"
     win.micro.is_over = True
     for cb in self.learn.cbs.sorted('order'):
         if _wants_each(cb): cb('after_batch')
 
 @patch
 def _count_metrics(self:WindowCallback, win):
-    "Metrics over the training set see each micro-batch"
+    "Let the metrics of the training set see the micro-batch"
     learn = self.learn
     if not self._gathers_metrics() or not learn.training or win.micro.dropped or len(learn.yb)==0: return
     for met in first_of(learn, 'Recorder')._train_mets[1:]: met.accumulate(learn)
@@ -451,14 +724,16 @@ def _gathers_metrics(self:WindowCallback): return getattr(first_of(self.learn, '
 # %% ../nbs/core.ipynb #25fec87c
 @patch
 def _after_batch(self:WindowCallback, win):
-    "`after_batch`, once a window; if every micro-batch was left out, only the schedule moves"
+    "Run `after_batch` once for the window; if every micro-batch was left out, only the schedule moves"
     learn,plan,rec,gathers = self.learn,self.plan,first_of(self.learn, 'Recorder'),self._gathers_metrics()
-    had_it = win.n_micro and win.micro.is_over   # the window has ended sooner than was known
+    had_it = win.n_micro and win.micro.is_over   # the window ended earlier than expected
     def is_due(cb): return isinstance(cb, TrainEvalCallback) if win.is_empty else not (had_it and _wants_each(cb))
     plan.end()
-    if not win.is_empty: self.history.append((self.counts.n_samples*self.group.n, win.n_all if win.stepped else 0, learn.opt.hypers[-1].get('lr')))
+    if not win.is_empty:
+        n_stepped = win.n_all if win.stepped else 0
+        self.history.append((self.counts.n_samples*self.group.n, n_stepped, learn.opt.hypers[-1].get('lr')))
     try:
-        if gathers and learn.training: rec.train_metrics = False   # they have seen each micro-batch
+        if gathers and learn.training: rec.train_metrics = False   # these metrics have seen each micro-batch already
         for cb in learn.cbs.sorted('order'):
             if is_due(cb): cb('after_batch')
     finally:
@@ -466,12 +741,14 @@ def _after_batch(self:WindowCallback, win):
     if plan.varies or plan.n_windows is None: learn.pct_train = (learn.epoch+plan.begun)/learn.n_epoch
 
 # %% ../nbs/core.ipynb #c9495290
-def _progress_bars(learn): return [cb.pbar for cb in learn.cbs.filter(is_a, name='ProgressCallback') if vars(cb).get('pbar') is not None]
+def _progress_bars(learn):
+    cbs = learn.cbs.filter(is_a, name='ProgressCallback')
+    return [cb.pbar for cb in cbs if vars(cb).get('pbar') is not None]
 
 @patch
 @contextmanager
 def _bars(self:WindowCallback):
-    "Let progress bars count the batches of the loader, and not windows"
+    "Let progress bars count the batches of the loader"
     def count(bar, update):
         seen = 0
         def move(_):
@@ -487,251 +764,38 @@ def _bars(self:WindowCallback):
 def _move_bars(self:WindowCallback):
     for o in _progress_bars(self.learn): o.update(self.plan.batches_drawn)
 
-# %% ../nbs/core.ipynb #30d3b966
-@patch
-def _read_loss(self:WindowCallback):
-    "Is the loss a mean, and is the window's to be one?"
-    f,red = self.learn.loss_func,loss_reduction(self.learn.loss_func)
-    if red=='none': raise ValueError(f"{self.who}: the loss has reduction='none', so it is not one number to go backward from; set it to 'mean'")
-    self._is_mean = red!='sum'
-    self._averages = (self._is_mean if is_a(self, 'MicroBatch') else not sums_by_nature(f)) if self.average is None else self.average   # a batch of the loader keeps its sum
-    if self.average is None and self._averages and not self._is_mean:
-        self._warn_once('sum', "a mean loss is set to reduction='sum'; its gradients are divided by its weight as if it were 'mean'. "
-                               "Set reduction='mean', or average=False to keep the sum")
-    base = base_loss(f)   # cross-entropy of no targets is NaN, but its gradients are zero; those of other losses are NaN too
-    self._can_be_nan = self.weight is not None or not isinstance(base, (nn.CrossEntropyLoss,nn.NLLLoss)) or base.weight is not None
-
-# %% ../nbs/core.ipynb #c9f7cad7
-@patch
-def _weigh(self:WindowCallback):
-    "The weight of the micro-batch in flight. It stays on a GPU, to avoid waiting for it, unless a weight of 0 has to be noticed: its gradient can be NaN"
-    src = 'loss_weight' if self.weight is None else 'weight'
-    with torch.no_grad(): w = (self.weight or partial(loss_weight, self.learn.loss_func))(self.learn.pred, *self.learn.yb)
-    if isinstance(w, (Tensor,np.ndarray)):
-        if math.prod(w.shape)!=1: raise ValueError(f"{self.who}: {src} must return one number, got one of shape {tuple(w.shape)}; sum it")
-        if isinstance(w, Tensor) and is_remote(w) and not self._can_be_nan:
-            return w.detach().reshape(()).to(torch.promote_types(self.learn.loss.dtype, torch.float32))
-        w = w.item()
-    if isinstance(w, bool) or not isinstance(w, Real): raise ValueError(f"{self.who}: {src} must return one number, got {w!r}")
-    if not 0<=w<math.inf: raise ValueError(f"{self.who}: {src} must return a finite number of at least 0, got {w!r}")
-    return w
-
-# %% ../nbs/core.ipynb #a9adb58b
-@patch
-def _expected(self:WindowCallback, w):
-    "The weight of a full window whose micro-batches are like this one of weight `w`, but ignore no target"
-    ignore,y = getattr(base_loss(self.learn.loss_func), 'ignore_index', None),self.learn.yb[0]
-    if isinstance(ignore, int) and isinstance(y, Tensor) and not y.is_floating_point():
-        kept = (y!=ignore).sum()
-        w = w * y.numel() / (kept.clamp(min=1) if isinstance(w, Tensor) else max(kept.item(), 1))
-    n = self.window.micro.n or 1   # for a weight of 0 any constant is exact
-    return (torch.where(w>0, w, n) if isinstance(w, Tensor) else w or n) * self.plan.size * ((self.window.n_of_batch or n)/n)
-
-# %% ../nbs/core.ipynb #9a31c821
-@patch
-def _backward(self:WindowCallback, f, ex):
-    "The backward pass of the micro-batch in flight, between its events"
-    learn,win,m = self.learn,self.window,self.window.micro
-    if m.dropped: self._leave()
-    if math.prod(learn.loss_grad.shape)!=1:
-        raise ValueError(f"{self.who}: the loss must be one number, got shape {tuple(learn.loss_grad.shape)}; reduce it by a mean")
-    w,share,total = self._share()
-    if not isinstance(share, Tensor) and share==0 and self._can_be_nan:
-        if self.group.n>1 or not win.boundary or win.weight: _gradient_is_in(win, w, total); raise AtStep
-        share = 1
-    hook = _hook(learn.loss_grad, win, w, total, share)   # a callback may go backward by itself
-    def backward():
-        nonlocal hook
-        if hook: hook.remove()   # it may have put another loss in its place, too
-        sums = first(learn.cbs, lambda o: hasattr(type(o), 'summing'))   # it multiplies what it sums
-        hook = _hook(learn.loss_grad, win, w, total, 1 if sums else share)
-        with sums.summing(share) if sums else nullcontext(): f()
-    try: self._replaced.old(backward, 'backward', ex)
-    finally:
-        if hook: hook.remove()
-        win.averaged = win.boundary and m.counted and not self._late   # over the processes
-
-@patch
-def _share(self:WindowCallback):
-    "The weight of the micro-batch in flight, what its gradient is multiplied by, and the sum of its losses"
-    learn,win,w = self.learn,self.window,self._weigh()
-    loss = learn.loss.detach()
-    if self._fit.nominal is None: self._fit.nominal = self._expected(w)
-    win.last,win.micro.scaled = loss,True
-    by,loss = w if self._is_mean else 1,loss.to(torch.promote_types(loss.dtype, torch.float32))
-    keep = by>0
-    if isinstance(by, Tensor): total,learn.loss = torch.where(keep, loss*by, 0),torch.where(keep, learn.loss, 0)   # its NaN is not shown
-    elif keep:                 total = loss*by
-    else:                      total,learn.loss = torch.zeros_like(loss),torch.zeros_like(learn.loss)
-    return w,by/(self._nominal if self._averages else 1),total
-
-def _hook(loss, win, w, total, by):
-    "Multiply the gradient of `loss` by `by`, and count the micro-batch"
-    win.micro.weight,win.micro.by = w,by
-    def arrive(g):
-        _gradient_is_in(win, w, total)
-        if isinstance(by, Tensor) or by!=1: return (g*by).to(g.dtype)
-    return loss.register_hook(arrive) if getattr(loss, 'requires_grad', False) else None
-
-def _gradient_is_in(win, w, total):
-    "Once, however often the loss is gone through"
-    m = win.micro
-    if m.counted: return
-    m.counted = True
-    win.weight,win.loss,win.n_samples = win.weight+w,win.loss+total,win.n_samples+m.n
-
-# %% ../nbs/core.ipynb #8627cc12
-@patch
-def _planned(self:WindowCallback):
-    "The batches of the loader. The first is drawn before the windows are planned: by then the sampler has chosen"
-    it,none = iter(self.learn.dl),object()
-    b = next(it, none)
-    self._read_loss(); self._read_loader(self.learn.dl, self.group.n, self.learn.epoch)
-    nominal = self.group.agree(self.plan, self._gathers_metrics())
-    if self._fit.nominal is None: self._fit.nominal = nominal
-    self.learn.n_iter = self.plan.n_iter
-    return self._drawn(iter(()) if b is none else chain([b], it))
-
-@patch
-def _drawn(self:WindowCallback, batches):
-    "Count what is drawn"
-    none,plan,counts = object(),self.plan,self.counts
-    b = next(batches, none)
-    while b is not none:
-        if self.learn is not None:   # or the callback was removed
-            n = self._n_of(b)
-            counts.n_samples += n; counts.n_thrown += n; counts.n_micro += plan.is_over
-            plan.draw(n)
-        if plan.batches_drawn!=plan.n_batches: yield b; b = next(batches, none); continue
-        following = next(batches, none)   # none, unless the loader yields more than its length
-        plan.ended = following is none
-        yield b
-        b,following = following,none
-
-@patch
-def _n_of(self:WindowCallback, b):
-    "The samples of a batch"
-    i = getattr(self.learn.dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
-    return count_samples(b[i:], b[:i])
-
-# %% ../nbs/core.ipynb #e9426202
-@patch
-def _wanted(self:WindowCallback, share, epoch=None):
-    "What fills a window that begins when `share` of the epoch has been seen: batches, or samples"
-    name,learn = 'n_step' if self.n_samples is None else 'n_samples',self.learn
-    v = f = getattr(self, name)
-    if callable(f):
-        pct = 0. if first_of(learn, 'LRFinder') else min(1., ((learn.epoch if epoch is None else epoch)+share)/learn.n_epoch)
-        v = f(pct)
-        if isinstance(v, bool) or not isinstance(v, Integral) or v<1:
-            raise ValueError(f"{self.who}: {name} must return an int of at least 1, got {v!r} at pct={pct:.4g}; "
-                             "to use a schedule f, pass `lambda pct: max(1, round(f(pct)))`")
-    return -(-v//self._per)
-
-# %% ../nbs/core.ipynb #896b510d
-@patch(as_prop=True)
-def _adds_up(self:WindowCallback):
-    "Whether processes add up their samples"
-    return self.group.n>1 and not self.plan.counts_batches
-
-@patch
-def _fills(self:WindowCallback, win, more=0):
-    "Whether the window is full, with `more` samples"
-    return win.n_batches>=win.goal if self.plan.counts_batches else win.n_samples+more>=win.goal
-
-@patch
-def _closes(self:WindowCallback, win):
-    "Whether the window is known to end with the batch that was drawn"
-    plan = self.plan
-    if self._adds_up: return self.group.add_up(plan, win, win.goal, win.n_of_batch, plan.ended)
-    return self._fills(win, win.n_of_batch) or (plan.ended and not plan.drop_last)
-
-@patch
-def _still_closes(self:WindowCallback, win, part):
-    "Whether it does with the last slice `part` of that batch; another one may have been left out"
-    return self._adds_up or self.plan.ended or self._fills(win, self._n_of(part))
-
-@patch
-def _is_owed(self:WindowCallback, win):
-    "Whether there is a step to make though the window is not full: a tail that is kept, or one that other processes make"
-    plan,group = self.plan,self.group
-    if not group.waits: return not plan.drop_last
-    return group.go_along(plan, win, win.goal) if plan.n_windows is None else plan.n_done<plan.n_windows
-
-# %% ../nbs/core.ipynb #1b0761cc
-@patch
-def _check_steps(self:WindowCallback):
-    plan = self.plan
-    if plan.drop_last and not plan.n_done and plan.n_drawn:
-        self._warn_once('none', f"an epoch of {plan.n_drawn} samples made no step: it ended before its first window was full, and the tail is dropped")
-
-# %% ../nbs/core.ipynb #be0ac58b
-@patch
-def drop(self:WindowCallback):
-    "Leave out the micro-batch in flight; call it before its backward pass, which is then skipped"
-    win = self.window
-    if win is None or win.micro is None or not self.learn.training:
-        raise RuntimeError(f"{self.who}: drop is for a micro-batch of training that is in flight")
-    m = win.micro
-    if m.dropped: return
-    self.group.check_drop(self._gathers_metrics())
-    if m.counted: raise RuntimeError(f"{self.who}: drop comes too late, the backward pass of this micro-batch has begun; call it by `before_backward`")
-    m.dropped = True
-    win.n_dropped += 1; self.counts.n_dropped += 1
-    if m.scaled: self._leave()
-
-@patch
-def _leave(self:WindowCallback):
-    "Cancel the micro-batch, and do not show its loss to callbacks"
-    self.learn.loss = torch.zeros_like(self.learn.loss.detach())
-    raise CancelBatchException
-
-# %% ../nbs/core.ipynb #e207cc1a
-@patch
-def before_fit(self:WindowCallback):
-    "Refuse what cannot work"
-    learn = self.learn
-    if self._depth: return   # a callback validates, or enters the learner, in the middle of an epoch
-    self._replace()
-    if learn.lock.locked(): return
-    self._fit = None
-    check_cbs(self); self._check()
-    self.history = []
-    learn.cbs = L(self) + learn.cbs.filter(lambda o: o is not self)   # the first, also of those whose `order` is as low
-    if not self._in_charge: return
-    check_opt(self); check_model(self); self._read_loss()
-    group = processes(learn.model, self.who)
-    n_procs,dl = num_distrib() if first_of(learn, 'DistributedTrainer') else group.n,check_loader(self, group)
-    if n_procs>1 and group.n==1 and not hasattr(dl, 'world_size'): dl = Part(dl, n_procs)
-    self.group = group
-    try:
-        start = getattr(first_of(learn, 'SkipToEpoch'), '_skip_to', 0)
-        for epoch in reversed(range(start, learn.n_epoch if self._varies else start+1)): self._read_loader(dl, n_procs, epoch)
-    finally: self.group = Alone()
-    learn.accumulate_step = self
-    finder = first_of(learn, 'LRFinder')
-    if finder is None: return
-    learn.n_epoch = finder.num_it//(self.plan.n_windows or 1) + 1   # `num_it` windows
-    if n_procs>1: self._kept = InMemory(learn)
-
-@patch
-def _check(self:WindowCallback): "What a callback refuses besides"
-
-@patch
-def before_epoch(self:WindowCallback): self._replace()   # a validation in another callback's `before_fit` has taken it away
-
-@patch
-def before_batch(self:WindowCallback):
-    "Refuse to come when the training loop has begun"
-    if self.window is None and self._depth<2 and self._in_charge and self.learn.training:   # its training loop has not gone through `_events`
-        raise RuntimeError(f"{self.who}: it was added in the middle of an epoch; add it in `before_epoch` or earlier")
-
+# %% ../nbs/core.ipynb #9b689594
 @patch
 def after_fit(self:WindowCallback):
-    "Leave nothing behind"
+    "Put everything back"
     if self._depth: return
     if self._kept is not None: self._kept.load()
     self._end()
+
+@patch
+def _end(self:WindowCallback):
+    "Put everything back, and throw an open window away"
+    if self.window is not None: self._throw(self.window)
+    if self._fit is not None: self._fit.grads.forget()
+    for o in (self._replaced,self._kept):
+        if o is not None: o.restore()
+    self.window = self._fit = self._replaced = self._kept = None
+
+# %% ../nbs/core.ipynb #175014a6
+def _get_learn(self): return vars(self).get('_learn')
+
+def _set_learn(self, v):
+    old = self.learn
+    if v is not None and old is not None and v is not old:
+        raise ValueError(f"{self.who}: this instance is already in another Learner; make a new one for each Learner")
+    if v is None and old is not None:
+        self._end()
+        if sum(o is self for o in old.cbs)>1: return   # it was registered twice, and removed once
+        if vars(old).get('accumulate_step') is self: del old.accumulate_step
+    vars(self)['_learn'] = v
+    if v is not None: self._replace()   # a fit may be running
+
+WindowCallback.learn = property(_get_learn, _set_learn)
 
 # %% ../nbs/core.ipynb #1f91e2c6
 @patch
@@ -743,36 +807,11 @@ def _warn_once(self:WindowCallback, about, msg):
 
 @patch
 def __call__(self:WindowCallback, event_name):
-    if hasattr(type(self), event_name): return Callback.__call__(self, event_name)   # fastai would look for other events in the model
+    if hasattr(type(self), event_name): return Callback.__call__(self, event_name)   # fastai would also ask the model
 
 @patch
 def __repr__(self:WindowCallback):
-    pars = [o for o in inspect.signature(type(self).__init__).parameters.values() if hasattr(type(self), o.name) or o.name in vars(self)]
-    return f"{self.who}({', '.join(f'{o.name}={getattr(self, o.name)!r}' for o in pars if getattr(self, o.name)!=o.default)})"
-
-# %% ../nbs/core.ipynb #4c1e9807
-@patch(as_prop=True)
-def _varies(self:WindowCallback): return callable(self.n_step) or callable(self.n_samples)
-
-@patch
-def _read_loader(self:WindowCallback, dl, n_procs, epoch):
-    "Plan an epoch, and refuse or warn where the request cannot mean what it says"
-    group,bs,self._per = self.group,batch_size(dl),1
-    wanted,name = partial(self._wanted, epoch=epoch),'n_step' if self.n_samples is None else 'n_samples'
-    if name=='n_samples':
-        bs,v = group.common_size(bs),wanted(0.)
-        if bs and v<bs:
-            self._warn_once('bs', f"n_samples={v} is below the batch size {bs}, so every micro-batch is a window. n_samples counts samples, n_step micro-batches")
-    adds_up = name=='n_samples' and n_procs>1
-    if adds_up and bs: name,self._per = 'n_step',bs*n_procs   # processes of one batch size can count batches
-    v,by_name = wanted(0.),'n_step' if name=='n_step' else 'goal'
-    agree = group.same_loader if self._varies and name=='n_step' else lambda drop, *o: o
-    self.plan = plan = plan_epoch(dl, **{by_name:wanted if self._varies else v}, drop_last=self.drop_last, agree=agree)
-    if adds_up and name=='n_samples': plan.n_windows = None
-    held,unit = (group.max(len(dl))[0],'micro-batches') if plan.counts_batches else (group.sum(plan.n_samples or 0)[0]*(n_procs if group.n==1 else 1),'samples')
-    if not held or v<=held: return
-    at = f' at pct={epoch/self.learn.n_epoch:.4g}' if self._varies else ''
-    if plan.drop_last:
-        raise ValueError(f"{self.who}: {name}={v}{at} is more than the {held} {unit} of an epoch and the tail is dropped, so no step would ever be made. "
-                         f"Lower {name} or pass drop_last=False")
-    self._warn_once('epoch', f"{name}={v}{at} is more than the {held} {unit} of an epoch: a window ends with its epoch, and each epoch makes one step")
+    pars = inspect.signature(type(self).__init__).parameters.values()
+    pars = [o for o in pars if hasattr(type(self), o.name) or o.name in vars(self)]
+    args = ', '.join(f'{o.name}={getattr(self, o.name)!r}' for o in pars if getattr(self, o.name)!=o.default)
+    return f'{self.who}({args})'

@@ -1,4 +1,4 @@
-"""Errors that come before the first step, and how to fix them
+"""The checks that find a mistake before the training begins
 
 Docs: https://fastai-accum.github.io/fastai_accum/refusals.html.md"""
 
@@ -21,7 +21,7 @@ def is_remote(t): return t.device.type!='cpu'
 
 # %% ../nbs/refusals.ipynb #3a99fd58
 def check_count(who, name, v):
-    if callable(v): return v   # checked when it is called
+    if callable(v): return v   # its values are checked when it is called
     if isinstance(v, bool) or not isinstance(v, Integral) or v<1:
         raise ValueError(f"{who}: {name} must be an int of at least 1, got {v!r}")
     return int(v)
@@ -30,11 +30,12 @@ def check_weight(who, weight):
     if weight is not None and not callable(weight):
         raise ValueError(f"{who}: weight must be a function (pred, *yb) -> float, got {weight!r}")
 
-_meant = dict(n_acc=('AccumulateStep','n_samples'), acc_steps=('AccumulateStep','n_step'), n_steps=('AccumulateStep','n_step'), n_micro=('AccumulateStep','n_step'),
-              n_step=('AccumulateStep','n_step'), n_samples=('AccumulateStep','n_samples'), bs=('MicroBatch','bs'), micro_batch_size=('MicroBatch','bs'))
+_step,_samples,_bs = ('AccumulateStep','n_step'),('AccumulateStep','n_samples'),('MicroBatch','bs')
+_meant = dict(n_acc=_samples, acc_steps=_step, n_steps=_step, n_micro=_step, n_step=_step, n_samples=_samples,
+              bs=_bs, micro_batch_size=_bs)
 
 def refuse_unknown(cls, kwargs):
-    "Name the argument that was meant, and whose it is"
+    "Raise an error that names the right argument and its callback"
     args = [o for o in inspect.signature(cls.__init__).parameters if o not in ('self','kwargs')]
     for k,v in kwargs.items():
         who,name = _meant.get(k, (None,None))
@@ -43,51 +44,63 @@ def refuse_unknown(cls, kwargs):
 
 # %% ../nbs/refusals.ipynb #b063581c
 def check_cbs(cb):
-    "Refuse a callback that is there twice, or beside fastai's"
+    "Raise an error if the learner has the callback twice, or also has fastai's callback"
     cbs,who = cb.learn.cbs,cb.who
     n,own = cbs.map(is_a, name=who).count(True),sum(o is cb for o in cbs)
-    if own>1: raise ValueError(f"{who}: the same instance is registered {own} times; give it in cbs= once")
-    if n>1: raise ValueError(f"{who}: cbs of the learner and of this fit hold {n} of them, keep one (`learn.accumulate` and `learn.micro_batch` replace)")
+    if own>1: raise ValueError(f"{who}: the same instance is registered {own} times; pass it once")
+    if n>1:
+        raise ValueError(f"{who}: the learner and this fit have {n} of them in cbs; keep one "
+                         "(`learn.accumulate` and `learn.micro_batch` replace an earlier one)")
     if first_of(cb.learn, 'GradientAccumulation'):
-        raise ValueError(f"{who}: cbs holds fastai's GradientAccumulation too; remove it with `learn.remove_cb(GradientAccumulation)`")
+        raise ValueError(f"{who}: the learner also has fastai's GradientAccumulation; "
+                         "remove it with `learn.remove_cb(GradientAccumulation)`")
 
 # %% ../nbs/refusals.ipynb #f2a4c594
 def check_opt(cb):
-    "Refuse an optimizer that runs the model again in its step"
-    opt = getattr(cb.learn.opt, 'opt', None)   # PyTorch's, in an `OptimWrapper`
+    "Raise an error if the optimizer runs the model again in its step"
+    opt = getattr(cb.learn.opt, 'opt', None)   # the PyTorch optimizer in an `OptimWrapper`
     closure = opt and inspect.signature(opt.step).parameters.get('closure')
     if closure is None or closure.default is None: return
-    raise ValueError(f"{cb.who}: the optimizer {type(opt).__name__} asks for the loss several times a step, when the micro-batches of its window are "
-                     "gone; take one that steps on gradients, such as Adam")
+    raise ValueError(f"{cb.who}: the optimizer {type(opt).__name__} computes the loss several times in each step, "
+                     "but the micro-batches of the window are gone by then; "
+                     "use one that needs only gradients, such as Adam")
 
 # %% ../nbs/refusals.ipynb #596ceb1a
 def check_model(cb):
-    "Warn of a loop that ours takes the place of, and of CUDA graphs, whose memory is used again by the next micro-batch"
+    "Warn if the learner has a training loop of its own, or the model uses CUDA graphs"
     if type(cb.learn).all_batches is not Learner.all_batches or 'all_batches' in vars(cb.learn):
-        cb._warn_once('loop', "the learner has an all_batches of its own, which is not called in training; override one_batch, which is called for each micro-batch")
-    compiled = [f for m in cb.learn.model.modules() for f in (m, getattr(m, '_compiled_call_impl', None)) if hasattr(f, 'get_compiler_config')]
-    if any((f.get_compiler_config() or {}).get('triton.cudagraphs') for f in compiled) and is_remote(next(cb.learn.model.parameters())):
-        cb._warn_once('graphs', "the model is compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'), which may overwrite gradients between micro-batches "
-                                  "(PyTorch's issues 96693 and 169545); compile with mode='default' or 'max-autotune-no-cudagraphs'")
+        cb._warn_once('loop', "the learner has an all_batches of its own, which is not called in training; "
+                              "override one_batch instead, which is called for each micro-batch")
+    fs = [f for m in cb.learn.model.modules() for f in (m, getattr(m, '_compiled_call_impl', None))]
+    compiled = [f for f in fs if hasattr(f, 'get_compiler_config')]
+    has_graphs = any((f.get_compiler_config() or {}).get('triton.cudagraphs') for f in compiled)
+    if has_graphs and is_remote(next(cb.learn.model.parameters())):
+        cb._warn_once('graphs', "the model is compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'), "
+                                "which may overwrite gradients between micro-batches (PyTorch's issues 96693 and "
+                                "169545). Compile it with mode='default' or 'max-autotune-no-cudagraphs'")
 
 # %% ../nbs/refusals.ipynb #dc1c3f98
 def check_loader(cb, group):
-    "The training loader, if there is one and it has batches"
+    "Return the training loader; raise an error if there is none, or if it has no batches"
     dls = cb.learn.dls
     if not dls or not len(dls.loaders):
-        raise ValueError(f"{cb.who}: the learner has no training loader (learn.dls is {'None' if dls is None else 'empty'}); set `learn.dls`")
+        is_ = 'None' if dls is None else 'empty'
+        raise ValueError(f"{cb.who}: the learner has no training loader (learn.dls is {is_}); set `learn.dls`")
     if group.n==1 and not len(dls.train):
-        raise ValueError(f"{cb.who}: the training loader is empty; if it has drop_last=True, the data set is smaller than one batch")
+        raise ValueError(f"{cb.who}: the training loader is empty; "
+                         "if it has drop_last=True, the data set is smaller than one batch")
     return dls.train
 
 # %% ../nbs/refusals.ipynb #5a01a2fa
-said = set()   # in this session
+said = set()   # the messages of this session
 
 def note_batch_norm(cb):
-    "Say once a session what ordinary batch norm sees; by now callbacks have put into evaluation what they want there"
+    "Print once per session that batch norm sees the micro-batch; a frozen batch norm does not count"
     cut = first_of(cb.learn, 'MicroBatch')
     if 'batch norm' in said or rank_distrib() or (cut.exact if cut else cb.n_step==1): return
     if not any(isinstance(m, _BatchNorm) and m.training for m in cb.learn.model.modules()): return
     said.add('batch norm')
-    print(f"{cb.who}: the model has batch norm, which sees each micro-batch and not the large batch. Two ways out: load the large batch and cut it with "
-          "MicroBatch(bs, exact=True), which is exact; or train without its statistics, with BatchNormEval() or to_group_norm(model). (This is said once.)")
+    print(f"{cb.who}: the model has batch norm, which sees each micro-batch and not the large batch.\n"
+          "To get the same result as with the large batch, load the large batch and use MicroBatch(bs, exact=True).\n"
+          "Or train without the statistics of the batch, with BatchNormEval() or to_group_norm(model).\n"
+          "(You see this message once per session.)")

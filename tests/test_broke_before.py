@@ -380,7 +380,7 @@ def test_errors_of_micro_batch(loss, match):
     learn = learner(make_dls(64, 32), MicroBatch(8), loss_func=loss)
     with pytest.raises(ValueError, match=f'MicroBatch: .*{match}') as e: learn.fit(1)
     assert 'AccumulateStep' not in str(e.value)
-    with pytest.raises(ValueError, match=r'MicroBatch: weight must return one number, got one of shape \(8,\); sum it') as e:
+    with pytest.raises(ValueError, match=r'MicroBatch: weight must return one number, got shape \(8,\); return the sum') as e:
         learner(make_dls(64, 32), MicroBatch(8, weight=lambda p, y: torch.ones(len(y)))).fit(1)
 
 @pytest.mark.skipif(compile is None, reason='torch.compile came with PyTorch 2.0')

@@ -15,7 +15,7 @@ def test_arguments():
         with pytest.raises(ValueError, match=f'AccumulateStep: {name} must be True, False or None, got {v!r}'): AccumulateStep(1, **kw)
     with pytest.raises(ValueError, match='AccumulateStep: weight must be a function'): AccumulateStep(1, weight=1.)
     for n_step,n_samples in (4,32),(None,None):
-        match = f'give either n_step, which counts micro-batches, or n_samples, got n_step={n_step} and n_samples={n_samples}'
+        match = f'give either n_step, which counts micro-batches, or n_samples, which counts samples; got n_step={n_step} and n_samples={n_samples}'
         with pytest.raises(ValueError, match=match): AccumulateStep(n_step, n_samples=n_samples)
     with pytest.raises(ValueError, match='give either n_step'): make_learner(make_dls(64, 8), cbs=AccumulateStep)
     assert AccumulateStep(np.int64(4)).n_step==4
@@ -39,14 +39,14 @@ def test_together_with_fastais():
     trains(learn)
 
 def test_twice():
-    refused(make_learner(make_dls(64, 8), cbs=[AccumulateStep(4), AccumulateStep(2)]), 'hold 2 of them')
+    refused(make_learner(make_dls(64, 8), cbs=[AccumulateStep(4), AccumulateStep(2)]), 'have 2 of them')
     cb = AccumulateStep(4)
     learn = make_learner(make_dls(64, 8), cbs=cb)
     refused(learn, 'same instance is registered 2 times', fit=lambda l: l.fit(1, cbs=cb))
     trains(learn)
     assert learn.accumulate_step is cb
     learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(4))
-    refused(learn, 'hold 2 of them', fit=lambda l: l.fit(1, cbs=AccumulateStep(2)))
+    refused(learn, 'have 2 of them', fit=lambda l: l.fit(1, cbs=AccumulateStep(2)))
     trains(learn)
     assert learn.accumulate_step.n_step==4
 
@@ -91,7 +91,7 @@ def test_warns_once():
     learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(9))
     with pytest.warns(UserWarning) as rec: learn.fit(3); learn.fit(1)
     assert [str(o.message) for o in rec if 'AccumulateStep' in str(o.message)]==[
-        'AccumulateStep: n_step=9 is more than the 8 micro-batches of an epoch: a window ends with its epoch, and each epoch makes one step']
+        'AccumulateStep: n_step=9 is more than the 8 micro-batches of an epoch. A window ends when its epoch ends, so each epoch makes one step']
 
 class Named(nn.Module):
     "Two inputs, a dictionary of two outputs, and a parameter that is never used"

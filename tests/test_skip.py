@@ -74,7 +74,7 @@ def test_misuse():
         learn = make_learner(make_dls(N, BS), cbs=[AccumulateStep(4), Callback(**{event:f})])
         with pytest.raises(RuntimeError, match='drop comes too late'): learn.fit(1)
     learn = make_learner(make_dls(N, BS), cbs=AccumulateStep(4))
-    with pytest.raises(RuntimeError, match='drop is for a micro-batch of training'): learn.accumulate_step.drop()
+    with pytest.raises(RuntimeError, match='drop can only be called while a micro-batch of training runs'): learn.accumulate_step.drop()
     twice = Callback(after_loss=lambda cb: [cb.accumulate_step.drop() for _ in range(2)] if cb.training and cb.micro.i==1 else None)
     learn = make_learner(make_dls(N, BS), cbs=[AccumulateStep(4), twice]); learn.fit(1)
     assert learn.accumulate_step.counts.n_dropped==1

@@ -227,7 +227,7 @@ def test_added_when_an_epoch_has_begun():
         def add(cb):
             if cb.epoch==0 and not hasattr(cb.learn, 'accumulate_step'): cb.learn.add_cb(AccumulateStep(4))
         learn = make_learner(make_dls(64, 8), cbs=Callback(**{event:add}))
-        with pytest.raises(RuntimeError, match='AccumulateStep: it was added in the middle of an epoch'): learn.fit(1)
+        with pytest.raises(RuntimeError, match='AccumulateStep: the callback was added in the middle of an epoch'): learn.fit(1)
     learn = make_learner(make_dls(64, 8), cbs=Callback(after_epoch=lambda cb: cb.learn.accumulate(4) if cb.epoch==0 else None))
     learn.fit(2)
     assert len(learn.spy.steps)==8+2
@@ -235,7 +235,7 @@ def test_added_when_an_epoch_has_begun():
 def test_one_instance_in_two_learners():
     for cb in AccumulateStep(4),MicroBatch(4):
         learn = make_learner(make_dls(64, 8), cbs=cb)
-        with pytest.raises(ValueError, match='this instance is in another Learner already'): make_learner(make_dls(64, 8), cbs=cb)
+        with pytest.raises(ValueError, match='this instance is already in another Learner'): make_learner(make_dls(64, 8), cbs=cb)
         learn.remove_cb(cb)
         make_learner(make_dls(64, 8), cbs=cb).fit(1)
 

@@ -7,12 +7,12 @@ from fastai_accum.skip import *
 
 fits = dict(fit=lambda l: l.fit(2), fit_one_cycle=lambda l: l.fit_one_cycle(2, .02), fit_flat_cos=lambda l: l.fit_flat_cos(2, .02),
             fit_sgdr=lambda l: l.fit_sgdr(2, 1, .02))
-@row('Training', '`fit`, `fit_one_cycle`, `fit_flat_cos`, `fit_sgdr`', note='with a kept and with a dropped tail')
+@row('Training', '`fit`, `fit_one_cycle`, `fit_flat_cos`, `fit_sgdr`', note='The last window of an epoch is kept or dropped.')
 @pytest.mark.parametrize('drop_last', [False, True])
 @pytest.mark.parametrize('fit', fits)
 def test_fits(fit, drop_last, works): works(*pair(fit=fits[fit], drop_last=drop_last))
 
-@row('Training', '`start_epoch`', note='`SkipToEpoch`; resumed from a model that was saved with its optimizer')
+@row('Training', '`start_epoch`', note='`SkipToEpoch`, after loading a model that was saved with its optimizer.')
 def test_start_epoch(works, tmp_path):
     def fit(learn):
         learn.path = tmp_path
@@ -22,7 +22,7 @@ def test_start_epoch(works, tmp_path):
     works(*pair(fit=fit, dls=partial(make_dls, shuffle=False)))
 
 @row('Training', '`lr_find`', 'curve and suggestion',
-     note='counts steps; where the loss diverges it amplifies rounding, and the last fifth of the curve is left out')
+     note='It counts steps. Where the loss diverges, rounding grows, so we leave out the last fifth of the curve.')
 def test_lr_find(works, tmp_path):
     sugg = {}
     def find(learn): learn.path = tmp_path; sugg[learn] = learn.lr_find(num_it=50, show_plot=False)
@@ -30,7 +30,7 @@ def test_lr_find(works, tmp_path):
     works.same([a.recorder.lrs,a.recorder.losses[:40],len(a.recorder.losses)], [b.recorder.lrs,b.recorder.losses[:40],len(b.recorder.losses)])
     works.same(tuple(sugg[a]), tuple(sugg[b]))
 
-@row('Callbacks', 'GradientClip', note='each `norm_type`; clips the finished gradient of a window')
+@row('Callbacks', 'GradientClip', note='It clips the gradient of the window, with each `norm_type`.')
 @pytest.mark.parametrize('norm_type', [1., 2., math.inf])
 def test_gradient_clip(norm_type, works): works(*pair(partial(GradientClip, .01, norm_type), matters=True))
 
@@ -41,18 +41,18 @@ class WeightAverage(Callback):
     def after_batch(self):
         for k,v in self.model.state_dict().items(): self.avg[k].lerp_(v, .2)
 
-@row('Callbacks', 'an average of the weights', note='an exponential one, in `after_batch` at the default order')
+@row('Callbacks', 'a moving average of the weights', note='An exponential moving average in `after_batch`, at the default order.')
 @pytest.mark.parametrize('drop_last', [False, True])
 def test_weight_average(drop_last, works):
     a,b = pair(WeightAverage, drop_last=drop_last)
     works(a, b)
     works.same(a.weight_average.avg, b.weight_average.avg, 'average')
 
-@row('Callbacks', 'GradientAccumulation', note='of fastai: take one of the two')
+@row('Callbacks', 'GradientAccumulation', note="fastai's own callback. Use only one of the two.")
 def test_gradient_accumulation(works):
-    with works.refused(ValueError, match='AccumulateStep: cbs holds fastai'): pair(partial(GradientAccumulation, 32))
+    with works.refused(ValueError, match='AccumulateStep: the learner also has fastai'): pair(partial(GradientAccumulation, 32))
 
-@row('Callbacks', 'MicroBatch', note='ours: cuts each micro-batch into slices; with `coupled=True` too')
+@row('Callbacks', 'MicroBatch', note='Our own. It cuts each micro-batch into slices, with `coupled=True` too.')
 @pytest.mark.parametrize('coupled', [False, True])
 def test_micro_batch(coupled, works):
     def train(bs, *cbs):
@@ -61,11 +61,11 @@ def test_micro_batch(coupled, works):
         return learn
     works(train(16, MicroBatch(8, coupled=coupled), AccumulateStep(2)), train(32))
 
-@row('Callbacks', 'AdaptiveGradientClip', note='ours: clips the finished gradient of a window')
+@row('Callbacks', 'AdaptiveGradientClip', note='Our own. It clips the gradient of the window.')
 def test_adaptive_gradient_clip(works): works(*pair(partial(AdaptiveGradientClip, .01), matters=True))
 
 @row('Callbacks', 'SkipNonFinite', 'everything, with a loader without those samples',
-     note='ours: leaves out the micro-batch whose loss is NaN, and trains on the others of its window')
+     note='Our own. It leaves out a micro-batch whose loss is NaN, and trains on the others of the window.')
 def test_skip_non_finite(works):
     x,bad = features(80),{25,26,60}   # in micro-batches 3 and 7, and not among the first 24, which validate
     kept = [i for i in range(80) if i//8 not in {j//8 for j in bad}]
@@ -95,7 +95,7 @@ def within_eights(monkeypatch):
     perm = lambda n: torch.cat([torch.arange(i, min(i+8,n)).flip(0) for i in range(0,n,8)])
     monkeypatch.setattr(torch, 'randperm', perm)
 
-@row('Callbacks', 'MixUp', note='draws λ and partners once a micro-batch; compared with the same draws')
+@row('Callbacks', 'MixUp', note='It draws λ and the partners once per micro-batch. We compare with the same draws.')
 @pytest.mark.parametrize('loss', [StackedCE(), StackedCE(weight=torch.tensor([1.,5.,20.]).double())], ids=['mean','weighted'])
 def test_mixup(loss, within_eights, works): works(*pair(lambda: injected(MixUp, Draws()), loss_func=loss, matters=True))
 
@@ -111,7 +111,7 @@ class CutMixByStep(CutMix):
         torch.manual_seed(self.train_iter)
         super().before_batch()
 
-@row('Callbacks', 'CutMix', note='draws λ, box and partners once a micro-batch; compared with the same draws')
+@row('Callbacks', 'CutMix', note='It draws λ, the box and the partners once per micro-batch. We compare with the same draws.')
 @pytest.mark.parametrize('loss', [StackedCE(), StackedCE(weight=torch.tensor([1.,5.,20.]).double())], ids=['mean','weighted'])
 def test_cutmix(loss, within_eights, works):
     torch.set_default_dtype(torch.float64)   # of λ, which is mixed with the losses
@@ -130,13 +130,13 @@ def frozen_bn():
     model[1].running_mean.fill_(.1)
     return model
 
-@row('Callbacks', 'BnFreeze', note='batch norm that is frozen does not see the micro-batch')
+@row('Callbacks', 'BnFreeze', note='Frozen batch norm does not look at the micro-batch.')
 def test_bn_freeze(works):
     a,b = pair(BnFreeze, dls=image_dls, model=frozen_bn, splitter=trainable_params)
     works(a, b)
     assert (a.model[1].running_mean==.1).all() and not a.model[1].training
 
-@row('Callbacks', 'ShortEpochCallback', note='stops after the window after which it stops the large batches')
+@row('Callbacks', 'ShortEpochCallback', note='It stops after the same window.')
 @pytest.mark.parametrize('pct', [.3,.6,.9])
 def test_short_epoch(pct, works):
     a,b = pair(lambda: ShortEpochCallback(pct), n=120, fit=lambda l: l.fit(2, .02))
@@ -156,14 +156,15 @@ class Rnn(nn.Module):
 
 def sequence_dls(n, bs, **kwargs): return make_dls(n, bs, x=features(n, 6*4).reshape(n,4,6), **kwargs)
 
-@row('Callbacks', 'ModelResetter, RNNCallback', note='reset at each epoch, not at each window')
+@row('Callbacks', 'ModelResetter, RNNCallback', note='They reset the model at each epoch, not at each window.')
 def test_rnn_callbacks(works):
     a,b = pair(rnn_cbs, dls=sequence_dls, model=Rnn, splitter=trainable_params)
     works(a, b)
     assert a.model.n_reset==b.model.n_reset==6   # before the fit, in each of four passes, and after it
 
 @row('Callbacks', 'RNNRegularizer', tol=1e-6,
-     note="fastai computes the penalty in float32; exact where weights count samples (see the README's table for others)")
+     note='fastai computes the penalty in float32. It is exact if the weight of a micro-batch is its number of samples. For '
+     'other losses, put the penalty into the loss function.')
 def test_rnn_regularizer(works):
     cbs = partial(rnn_cbs, alpha=2., beta=1.)
     a,b = pair(cbs, dls=sequence_dls, model=Rnn, splitter=trainable_params)
@@ -176,13 +177,13 @@ def test_channels_last_input(works):
     def look(cb): assert cb.pred.grad_fn is not None and cb.x.is_contiguous(memory_format=torch.channels_last) if cb.training else True
     works(*pair(lambda: [ChannelsLast(), Callback(before_batch=to_cl, after_pred=look)], dls=image_dls, model=conv_model))
 
-@row('Models', 'ParallelTrainer', note='`DataParallel`, on a machine without GPUs, where it has one replica')
+@row('Models', 'ParallelTrainer', note='`DataParallel` on a machine without GPUs, where it has one replica.')
 def test_parallel_trainer(works):
     from fastai.distributed import ParallelTrainer
     works(*pair(lambda: ParallelTrainer(None), splitter=trainable_params))
 
 compiler = pytest.mark.skipif(not shutil.which('g++'), reason='needs a C++ compiler, for the code that inductor writes')
-@row('Models', '`torch.compile`', note='another shape, that of a smaller last micro-batch, compiles anew')
+@row('Models', '`torch.compile`', note='A smaller last micro-batch has another shape, so PyTorch compiles again.')
 @pytest.mark.parametrize('backend', ['aot_eager', pytest.param('inductor', marks=[pytest.mark.slow,compiler])])
 @pytest.mark.filterwarnings('ignore')
 def test_compile(backend, works):
