@@ -61,7 +61,8 @@ class TwoHeads(nn.Module):
 def two_losses(preds, c, r): return F.cross_entropy(preds[0], c) + 2*F.mse_loss(preds[1], r)
 def two_losses_by_samples(preds, c, r): return F.cross_entropy(preds[0], c, ignore_index=0, reduction='sum')/len(c) + 2*F.mse_loss(preds[1], r)
 
-@app('two inputs, two targets', note='the sum of two losses; if one of them leaves targets out, let it divide by the samples: `reduction="sum"` and `/len(y)`')
+@app('two inputs, two targets',
+     note='The loss is the sum of two losses. If one of them ignores targets, let it divide by the samples: `reduction="sum"` and `/len(y)`.')
 @pytest.mark.parametrize('loss_func', [two_losses, two_losses_by_samples])
 def test_two_inputs_two_targets(loss_func, works):
     a,b,r = features(N+VALID).float(),features(N+VALID, 4, 1).float(),features(N+VALID, 2, 2).float()
@@ -71,7 +72,8 @@ def test_two_inputs_two_targets(loss_func, works):
         return Learner(dls, TwoHeads(), loss_func)
     works(*both(make))
 
-@app('tabular, regression', note='embeddings and continuous columns; `use_bn=False, bn_cont=False`, as batch norm would see micro-batches')
+@app('tabular, regression',
+     note='Embeddings and continuous columns. `use_bn=False, bn_cont=False`, because batch norm would see micro-batches.')
 @tails
 def test_tabular(drop_last, works):
     rng = np.random.default_rng(0)
@@ -86,7 +88,7 @@ def test_tabular(drop_last, works):
 
 def flat_mse(pred, y): return F.mse_loss(pred, y.flatten())
 
-@app('collaborative filtering', note='`EmbeddingDotBias` with `y_range` and weight decay')
+@app('collaborative filtering', note='`EmbeddingDotBias` with `y_range` and weight decay.')
 def test_collab(works):
     rng = np.random.default_rng(0)
     df = pd.DataFrame(dict(user=rng.integers(0, 12, 100), item=rng.integers(0, 15, 100), rating=rng.integers(1, 6, 100).astype(float)))
@@ -98,7 +100,7 @@ def test_collab(works):
 def facts(i): return [k for k,v in dict(even=digit[i]%2==0, big=digit[i]>6, prime=digit[i] in (2,3,5,7), round=digit[i] in (0,6,8,9)).items() if v]
 def multilayer(n_in, n_out): return nn.Sequential(nn.Flatten(), nn.Linear(n_in, 10), nn.Tanh(), nn.Linear(10, n_out))
 
-@app('multi-label classification', note='`MultiCategoryBlock` and `BCEWithLogitsLoss`, with and without `pos_weight`')
+@app('multi-label classification', note='`MultiCategoryBlock` and `BCEWithLogitsLoss`, with and without `pos_weight`.')
 @pytest.mark.parametrize('pos_weight', [None, tensor([1.,5.,2.,.5]).double()])
 def test_multi_label(pos_weight, works):
     def make(bs):
@@ -110,7 +112,8 @@ def void_mask(i):
     "1 for ink, 0 for paper and 255, to be ignored, for what lies between"
     return np.where(pixels[i]>150, 1, np.where(pixels[i]<30, 0, 255)).astype(np.uint8)
 
-@app('segmentation', note='`DynamicUnet` on two convolutions, its batch norm replaced by `to_group_norm`; void pixels by `ignore_index`')
+@app('segmentation',
+     note='`DynamicUnet` on two convolutions. `to_group_norm` replaces its batch norm, and `ignore_index` leaves out void pixels.')
 def test_segmentation(works):
     def make(bs):
         dls = loaders(bs, (ImageBlock(PILImageBW), MaskBlock(['paper','ink'])), [grey, void_mask])
@@ -120,7 +123,7 @@ def test_segmentation(works):
         return Learner(dls, unet, nn.CrossEntropyLoss(ignore_index=255))
     works(*both(make))
 
-@app('vision, from scratch', note='a residual network with group norm (`norm_layer`), as batch norm would see micro-batches')
+@app('vision, from scratch', note='A residual network with group norm (`norm_layer`), because batch norm would see micro-batches.')
 def test_group_norm(works):
     def make(bs):
         dls = loaders(bs, (ImageBlock(PILImageBW), CategoryBlock), [grey, get_digit])
@@ -135,8 +138,8 @@ def frozen_then_all(learn):
     learn.unfreeze()
     learn.fit_one_cycle(1, slice(1e-5, 1e-3))
 
-@app('vision, transfer learning', note='`vision_learner`, not pretrained, with a head of no batch norm and `BatchNormEval`; frozen, '
-     'then unfrozen with `slice` rates')
+@app('vision, transfer learning', note='`vision_learner`, not pretrained, with `BatchNormEval` and a head without batch norm. '
+     'First frozen, then unfrozen with `slice` learning rates.')
 def test_transfer(works):
     def make(bs):
         dls = loaders(bs, (ImageBlock, CategoryBlock), [colour, get_digit], item_tfms=Resize(16))
@@ -147,8 +150,9 @@ def test_transfer(works):
 
 def by_image(k, x): return (x*255).round().sum((1,2,3)).remainder(k)
 
-@app('batch transforms', note='`Flip` and `Rotate`, their draws made a function of the image; in ordinary use they are drawn for each micro-batch: '
-     'other draws, equally distributed')
+@app('batch transforms',
+     note='`Flip` and `Rotate`, which depend only on the image here. Usually they are drawn at random for each micro-batch: '
+     'the draws are others, with the same distribution.')
 def test_batch_transforms(works):
     tfms = [Flip(p=1., draw=lambda x: by_image(2, x)), Rotate(p=1., draw=lambda x: by_image(41, x)-20)]
     def make(bs):
@@ -165,7 +169,9 @@ class WithDropout(nn.Module):
     def __init__(self): super().__init__(); self.first,self.drop,self.last = nn.Linear(6, 20),DropoutBySample(.4, N+VALID, 20),nn.Linear(20, 3)
     def forward(self, x, i): return self.last(self.drop(torch.tanh(self.first(x)), i))
 
-@app('dropout', note='its masks made a function of the sample; in ordinary use they are drawn for each micro-batch: other draws, equally distributed')
+@app('dropout',
+     note='The masks depend only on the sample here. Usually they are drawn at random for each micro-batch: the masks are '
+     'others, with the same distribution.')
 def test_dropout(works):
     x,y = features(N+VALID).float(),classes(N+VALID)
     def make(bs):
@@ -221,17 +227,20 @@ def text_loaders(bs, head):
 # a micro-batch of one text can be without any label, and weighs 0
 token_heads = pytest.mark.parametrize('head,bs,n_step', [('TokenClassification', 8, 4), ('MaskedLM', 8, 4), ('MaskedLM', 1, 16)])
 
-@app('transformers, classification', note='dictionaries in, `.logits` out, by a callback; each batch padded to its longest text')
+@app('transformers, classification',
+     note='A callback gives the model its dictionaries and takes `.logits` from its output. Each batch is padded to its longest text.')
 def test_sequence_classification(works):
     head = 'SequenceClassification'
     works(*both(lambda bs: Learner(text_loaders(bs, head), bert(head), nn.CrossEntropyLoss(), cbs=Unpack())))
 
-@app('transformers, a label a token', note='token classification and masked language modelling, -100 where there is no label')
+@app('transformers, one label per token',
+     note='Token classification and masked language modelling. The label is -100 where there is none.')
 @token_heads
 def test_token_labels(head, bs, n_step, works):
     works(*both(lambda bs: Learner(text_loaders(bs, head), bert(head), nn.CrossEntropyLoss(), cbs=Unpack()), bs=bs, n_step=n_step))
 
-@app('transformers, `output.loss`', note='give `weight=lambda out, y: (y!=-100).sum()`: a loss that the model computes does not say what its mean divides by')
+@app('transformers, `output.loss`',
+     note='Give `weight=lambda out, y: (y!=-100).sum()`, because a loss that the model computes does not say what its mean divides by.')
 @token_heads
 def test_own_loss(head, bs, n_step, works):
     works(*both(lambda bs: Learner(text_loaders(bs, head), OwnLoss(bert(head)), own_loss, cbs=GiveLabels()), bs=bs, n_step=n_step, weight=n_labels))
@@ -258,8 +267,9 @@ def lm_by_hand(model, batches, n_step, n_epoch, lr):
             losses.append(sum(ls).item())
     return losses
 
-@app('language model', compared='the weights and the loss of each step, with a loop in plain PyTorch over the same batches', note='AWD-LSTM with its state '
-     'carried from batch to batch, and a short last one; a loader with a larger batch size cuts the text into other streams')
+@app('language model', compared='the weights and the loss of each step, with a loop in plain PyTorch over the same batches',
+     note='AWD-LSTM carries its state from batch to batch, and the last batch is short. '
+     'We compare with a loop, because a loader with a larger batch size cuts the text into other streams.')
 def test_language_model(works):
     dl = LMDataLoader(texts(n=89), bs=8, seq_len=10)
     n_tokens = [y.numel() for _,y in dl]
@@ -288,8 +298,9 @@ def text_classifier(bs, pad=pad_even):
     for o in model[1].layers: o[0] = nn.LayerNorm(o[0].num_features)
     return Learner(dls, model, nn.CrossEntropyLoss(), cbs=rnn_cbs())
 
-@app('text classification', note='AWD-LSTM, sorted by length, layer norm for the batch norm of its head, and each batch padded to a multiple of `seq_len`: '
-     'with the padding of fastai, what is predicted for a text depends on the others of its batch; shuffled, `SortedDL` makes up its batches by their size')
+@app('text classification',
+     note='AWD-LSTM with layer norm instead of batch norm in its head. Batches are sorted by length and padded to a multiple of `seq_len`. '
+     'With the padding of fastai, the prediction for a text depends on the other texts of its batch. If it shuffles, `SortedDL` makes other batches for another batch size.')
 def test_text_classification(works): works(*both(text_classifier))
 
 def test_padding_of_fastai():
@@ -320,8 +331,8 @@ def gan(switcher, bs, cbs=None):
     learn.metrics = learn.metrics[:1]   # in validation `crit_loss` is that of the last micro-batch of training
     return learn
 
-@app('GAN', note='with its switchers, which switch after so many windows; the metric `crit_loss` and the smoothed losses of `GANTrainer` are those of micro-batches, '
-     'and not compared')
+@app('GAN', note='The switchers of fastai switch after whole windows. The metric `crit_loss` and the smoothed losses of `GANTrainer` '
+     'are those of micro-batches, so we do not compare them.')
 @pytest.mark.parametrize('switcher', [partial(FixedGANSwitcher, 2, 1), partial(AdaptiveGANSwitcher, .7, 1.)])
 def test_gan(switcher, works):
     a,b = both(lambda bs: gan(switcher(), bs))
@@ -329,7 +340,7 @@ def test_gan(switcher, works):
     assert all(len(set(o))<2 for o in a.modes.windows), f'a window has trained both: {a.modes.windows}'
     works(a, b)
 
-@app('GANDiscriminativeLR', note="at a constant rate: fastai's one cycle breaks it")
+@app('GANDiscriminativeLR', note='At a constant learning rate, because `fit_one_cycle` does not work with it in fastai.')
 def test_gan_discriminative_lr(works):
     works(*both(lambda bs: gan(FixedGANSwitcher(), bs, GANDiscriminativeLR(4.)), lambda l: l.fit(2, .01)))
 
@@ -352,7 +363,7 @@ def both_losses(preds, y):
     right = (preds[0].argmax(1)==y).double()
     return F.cross_entropy(preds[0], y) + F.binary_cross_entropy_with_logits(preds[1], right)
 
-@app('a second optimizer by hand', note='a callback steps it in `after_batch`; its parameters are part of the model')
+@app('a second optimizer by hand', note='A callback steps it in `after_batch`. Its parameters belong to the model.')
 @tails
 def test_second_optimizer(drop_last, works):
     a,b = pair(StepCritic, n=N, model=WithCritic, loss_func=both_losses, splitter=lambda m: [params(m.body)], drop_last=drop_last)

@@ -12,13 +12,14 @@ actions = dict(clip=(clip, "`clip_grad_value_` in `after_backward`"), decay=(dec
 
 def acts(name, event): return lambda: Callback(**{event:actions[name][0]})
 
-@pytest.mark.parametrize('name', [pytest.param(k, marks=not_same(nm, 'weights', note='acts on each micro-batch; act in `before_step`, where it is exact')) for k,(_,nm) in actions.items()])
+@pytest.mark.parametrize('name', [pytest.param(k, marks=not_same(nm, 'weights', note='It acts on each micro-batch. Act in `before_step`, which is exact.')) for k,(_,nm) in actions.items()])
 def test_acts_in_after_backward(name, works):
     a,b = pair(acts(name, 'after_backward'), opt_func=partial(SGD, mom=.9), fit=lambda l: l.fit(2, .1))
     works.differs(weights(a), weights(b), 1e-3)
     assert_same(*pair(acts(name, 'before_step'), opt_func=partial(SGD, mom=.9), fit=lambda l: l.fit(2, .1)))
 
-@not_same('a hook on a parameter that clamps its gradient', 'weights', note='clamps that of each micro-batch; clamp in `before_step`')
+@not_same('a hook on a parameter that clamps its gradient', 'weights',
+          note='It clamps the gradient of each micro-batch. Clamp in `before_step`.')
 def test_parameter_hooks(works):
     def model():
         m = small_model()
@@ -27,7 +28,8 @@ def test_parameter_hooks(works):
     a,b = pair(model=model, opt_func=partial(SGD, mom=.9), fit=lambda l: l.fit(2, .1))
     works.differs(weights(a), weights(b), 1e-3)
 
-@not_same('`zero_grad` in `before_batch`', 'weights', note='throws away the micro-batches before it; fastai calls it after each step by itself')
+@not_same('`zero_grad` in `before_batch`', 'weights',
+          note='It throws away the micro-batches before it. You do not need it: fastai calls `zero_grad` after each step.')
 def test_zero_grad(works):
     def zero(cb): cb.learn.opt.zero_grad()
     a,b = pair(lambda: Callback(before_batch=zero), opt_func=partial(SGD, mom=.9), fit=lambda l: l.fit(2, .1))
@@ -48,7 +50,7 @@ class SAM(Callback):
             for p,e in zip(ps, es): p.sub_(e)
 
 @not_same('SAM, and others that run the model again in `before_step`', 'weights',
-          note='sees the last micro-batch only; `MicroBatch(bs, coupled=True)` has the whole batch there, and is exact')
+          note='They only see the last micro-batch. With `MicroBatch(bs, coupled=True)` they see the whole batch, which is exact.')
 def test_sam(works):
     kwargs = dict(opt_func=partial(SGD, mom=.9), fit=lambda l: l.fit(2, .1))
     a,b = pair(SAM, matters=True, **kwargs)
@@ -65,10 +67,10 @@ class Teacher(nn.Module):
             for p,q in zip(self.t.parameters(), self.m.parameters()): p.data.lerp_(q.data, .1)
         return self.m(x)+.1*self.t(x)
 def spectral(): torch.manual_seed(0); return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6,5)), nn.Tanh(), nn.Linear(5,3)).double()
-moving = dict(spectral=(spectral, 'spectral norm'), teacher=(Teacher, 'a teacher that is updated in `forward`'))
+moving = dict(spectral=(spectral, 'spectral norm', 'Its state changes in `forward`, which runs once per micro-batch.'),
+              teacher =(Teacher, 'a teacher that is updated in `forward`', 'It is updated once per micro-batch. Update it in `after_step`.'))
 
-@pytest.mark.parametrize('name', [pytest.param(k, marks=not_same(nm, 'weights', note='a state that moves in `forward` moves once a micro-batch'
-    + ('; update it in `after_step`' if k=='teacher' else ''))) for k,(_,nm) in moving.items()])
+@pytest.mark.parametrize('name', [pytest.param(k, marks=not_same(nm, 'weights', note=note)) for k,(_,nm,note) in moving.items()])
 def test_state_that_moves(name, works):
     a,b = pair(model=moving[name][0], splitter=trainable_params, fit=lambda l: l.fit(2, .02))
     works.differs(weights(a), weights(b), 1e-4)
@@ -80,7 +82,7 @@ class AverageInLoss(nn.Module):
         loss = F.cross_entropy(pred, y)
         if loss.requires_grad: self.avg = .9*self.avg+.1*loss.item()
         return loss/self.avg
-@not_same('an average inside the loss', 'weights', note='it moves once a micro-batch; update it in `after_step`')
+@not_same('a running average inside the loss', 'weights', note='It moves once per micro-batch. Update it in `after_step`.')
 def test_average_in_the_loss(works):
     res = []
     for bs,cbs in (8,AccumulateStep(4)),(32,None):
@@ -88,7 +90,8 @@ def test_average_in_the_loss(works):
         res[-1].fit(2, .2)
     works.differs(*map(weights, res), 1e-4)
 
-@not_same('a schedule function that counts its calls', 'weights', note='is called once a micro-batch; a schedule is a function of `pct`, which is exact')
+@not_same('a schedule function that counts its calls', 'weights',
+          note='It is called once per micro-batch. Write a function of `pct` instead, which is exact.')
 def test_counting_schedule(works):
     def sched():
         n = itertools.count()
@@ -96,7 +99,7 @@ def test_counting_schedule(works):
     a,b = pair(lambda: ParamScheduler(dict(lr=sched())), fit=lambda l: l.fit(2))
     works.differs(weights(a), weights(b), 1e-4)
 
-@not_same('`weight=` that returns float32', 'weights', note='rounds as float32 does; return Python numbers or float64')
+@not_same('`weight=` that returns float32', 'weights', note='The weight is rounded to float32. Return a Python number or float64.')
 def test_float32_weights(works):
     w = tensor([1.,10.3,3.7])
     def loss(p, y): return F.cross_entropy(p, y, weight=w.double())
@@ -114,7 +117,7 @@ class Gathers(Callback):
         if self.training: self.seen.append(self.learn.pred.detach())
 
 @not_same('predictions that a callback gathers in `after_batch`', 'share of the samples that are missing',
-          note='sees the last micro-batch; gather in `after_loss`, or let the class say `each_micro_batch = True`')
+          note='It only sees the last micro-batch of a window. Gather in `after_loss`, or set `each_micro_batch = True` in the class.')
 def test_gathers(works):
     def n_seen(cb):
         learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(4), cb]); learn.fit(1)
@@ -128,8 +131,8 @@ class Counts(Callback):
     def before_fit(self): self.n = 0
     def before_batch(self): self.n += 1
     def after_batch(self): self.n -= 1
-@not_same('a callback that takes in `before_batch` what it gives back in `after_batch`', 'times it is not given back, of those that it is taken',
-          note='takes once a micro-batch; hyper-parameters are set back for it; for the rest, `each_micro_batch = True`')
+@not_same('a callback that takes something in `before_batch` and gives it back in `after_batch`', 'share of the times that it is not given back',
+          note='It takes it once per micro-batch. Set `each_micro_batch = True` in the class. Hyper-parameters are set back for you.')
 def test_pairs(works):
     def left(cls): learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(4), cls()]); learn.fit(1); return learn.cbs[-1].n
     works.error(left(Counts)/12)

@@ -47,7 +47,7 @@ def joined(ws): return [torch.cat(w) for w in ws]
 
 early = dict(plain={}, patient=dict(patience=3), delta=dict(min_delta=.1, patience=2), metric=dict(monitor='acc', patience=2), train=dict(monitor='train_loss'))
 
-@row('Trackers', 'EarlyStoppingCallback', 'everything, and what it prints', note='stops at the same epoch')
+@row('Trackers', 'EarlyStoppingCallback', 'everything, and what it prints', note='It stops at the same epoch.')
 @pytest.mark.parametrize('kw', early.values(), ids=early)
 def test_early_stopping(kw, works):
     a,b = pair(lambda: EarlyStoppingCallback(**kw), metrics=acc, fit=said(epochs(8)))
@@ -58,7 +58,8 @@ def test_early_stopping(kw, works):
 save = dict(best={}, best_opt=dict(with_opt=True), metric=dict(monitor='acc'), each=dict(every_epoch=True), each_opt=dict(every_epoch=True, with_opt=True),
             second=dict(every_epoch=2), end=dict(at_end=True), end_opt=dict(at_end=True, with_opt=True))
 
-@row('Trackers', 'SaveModelCallback', 'everything, each file, and what it prints', note='best, `every_epoch`, `at_end`, each with and without the optimizer')
+@row('Trackers', 'SaveModelCallback', 'everything, each file, and what it prints',
+     note='The best model, `every_epoch` and `at_end`, each with and without the optimizer.')
 @pytest.mark.parametrize('kw', save.values(), ids=save)
 def test_save_model(kw, works, tmp_path):
     names = iter('ab')
@@ -70,7 +71,7 @@ def test_save_model(kw, works, tmp_path):
     assert len(fb)==({True:5,2:3}.get(kw.get('every_epoch'), 1))
     assert all(set(f)=={'model','opt'} for f in fb.values())==kw.get('with_opt', False)
 
-@row('Trackers', 'ReduceLROnPlateau', 'everything, and what it prints', note='the same rates at each step')
+@row('Trackers', 'ReduceLROnPlateau', 'everything, and what it prints', note='Each step has the same learning rates.')
 @pytest.mark.parametrize('kw', [{}, dict(patience=2, factor=3.), dict(monitor='acc', min_delta=.05, min_lr=.05)], ids=str)
 def test_reduce_lr(kw, works):
     a,b = pair(lambda: ReduceLROnPlateau(**kw), metrics=acc, fit=said(epochs(6)))
@@ -80,7 +81,8 @@ def test_reduce_lr(kw, works):
 
 def weights(learn): return [p.detach() for p in learn.model.parameters()]
 
-@row('Trackers', 'TerminateOnNaNCallback', 'weights, losses and rates', note='stops after the window that a NaN is in, as after the large batch')
+@row('Trackers', 'TerminateOnNaNCallback', 'weights, losses and learning rates',
+     note='It stops after the window with the NaN, as it stops after the large batch.')
 @pytest.mark.parametrize('at', range(4,8))
 def test_terminate_on_nan(at, works):
     x = features(76)
@@ -92,7 +94,7 @@ def test_terminate_on_nan(at, works):
 
 # Loggers
 
-@row('Loggers', 'CSVLogger', 'everything, and the file but for the time', note='`append=True` too')
+@row('Loggers', 'CSVLogger', 'everything, and the file without the times', note='With `append=True` too.')
 @pytest.mark.parametrize('append', [False, True])
 def test_csv_logger(append, works, tmp_path):
     names = iter(['a.csv','b.csv'])
@@ -113,8 +115,8 @@ def bars(learn):
         def update_graph(self, *args): learn.graphs.append(deepcopy(args)); super().update_graph(*args)
     return dict(progress_bar=Bar, master_bar=Master)
 
-@row('Loggers', 'ProgressCallback, ShowGraphCallback', 'everything, the points and bounds of the graph, the comment at each step, the lines but for the time',
-     note='the bar moves at each micro-batch')
+@row('Loggers', 'ProgressCallback, ShowGraphCallback', 'everything, the graph and its bounds, the comment at each step, and the lines without the times',
+     note='The bar moves at each micro-batch.')
 def test_progress_and_graph(works, monkeypatch):
     def fit(learn):
         learn.logger = print
@@ -133,7 +135,8 @@ class HalfLoss(nn.CrossEntropyLoss):
     "A loss that keeps a part of itself, as `LossMetric` reads it"
     def forward(self, *args): res = super().forward(*args); self.half = res.detach()/2; return res
 
-@row('Loggers', 'Recorder(train_metrics=True)', note='metrics of functions, of the loss, its parts and all predictions; a micro-batch counts with its own loss')
+@row('Loggers', 'Recorder(train_metrics=True)',
+     note='Metrics that are functions, metrics of the loss or its parts, and metrics of all predictions. Each micro-batch counts with its own loss.')
 @pytest.mark.parametrize('valid', [True, False])
 @pytest.mark.parametrize('drop_last', [False, True])
 def test_train_metrics(drop_last, valid, works):
@@ -149,7 +152,8 @@ def test_train_metrics(drop_last, valid, works):
 
 scheds = dict(lr=combined_cos(.25, 1e-3, .1, 1e-5), mom=lambda pct: .95-.2*math.sin(math.pi*pct), wd=SchedCos(.1, 1e-3), sqr_mom=SchedPoly(.9, .99, 2))
 
-@row('Loggers', 'ParamScheduler', 'everything, and what is set at each micro-batch', note='your own schedules; set at the start of a window, kept to its end')
+@row('Loggers', 'ParamScheduler', 'everything, and what is set at each micro-batch',
+     note='Your own schedules. A value is set at the start of a window and kept to its end.')
 @pytest.mark.parametrize('drop_last', [False, True])
 def test_param_scheduler(drop_last, works):
     hypers = lambda: Watch(100, before_batch=lambda cb: [dict(h) for h in cb.opt.hypers] if cb.training else None)
@@ -165,7 +169,8 @@ def fat():
     import fastai.callback.tensorboard as fat
     return fat
 
-@row('Loggers', 'TensorBoardCallback', 'everything, and each scalar with its step', note='`train_iter` counts windows; `trace_model=True` too')
+@row('Loggers', 'TensorBoardCallback', 'everything, and each scalar with its step',
+     note='`train_iter` counts windows. With `trace_model=True` too.')
 @pytest.mark.parametrize('trace', [False, True])
 def test_tensorboard(trace, fat, works, tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -194,15 +199,15 @@ def faw(monkeypatch, tmp_path):
     yield faw
     wandb.finish(); wandb.teardown()
 
-@row('Loggers', 'WandbCallback', note="fastai's own error in 2.8.12 (its issue 4173), with and without accumulation")
+@row('Loggers', 'WandbCallback', note='An error of fastai 2.8.12 itself (its issue 4173), with and without accumulation.')
 def test_wandb(faw, works):
     if not hasattr(faw, 'init_args'): pytest.skip('this release of fastai does not call `init_args`, where the error of 2.8.12 is')
     faw.wandb.init(project='p')
     with works.refused(TypeError, match='vars'): pair(lambda: faw.WandbCallback(log_preds=False))
     with pytest.raises(TypeError, match='vars'): make_learner(make_dls(76, 32), cbs=faw.WandbCallback(log_preds=False)).fit(1)
 
-@row('Loggers', 'WandbCallback, mended', 'everything, and what is logged at each step, but for `train_samples_per_sec`',
-     note='an entry a window; the axis `epoch` counts windows')
+@row('Loggers', 'WandbCallback, repaired', 'everything, and what is logged at each step, without `train_samples_per_sec`',
+     note='It logs one entry per window. The axis `epoch` counts windows.')
 def test_wandb_mended(faw, works, monkeypatch):
     monkeypatch.setattr(faw, 'init_args', lambda o: init_args(o) if hasattr(o, '__dict__') else {}, raising=False)   # where its error is
     def fit(learn):
@@ -246,14 +251,14 @@ def sent(a, b, works):
     works.same(a.values, b.values, 'sent')
     assert [v for k,v in b.logged if k=='batch__train_iter']==list(range(1,10)) and sum(k=='epoch__acc' for k,_ in b.logged)==3
 
-@row('Loggers', 'CometCallback', note="fastai's own error in 2.8.12, with and without accumulation")
+@row('Loggers', 'CometCallback', note='An error of fastai 2.8.12 itself, with and without accumulation.')
 def test_comet(works, monkeypatch):
     comet = load(monkeypatch, 'comet', comet_ml=dict(Experiment=Service))
     with works.refused(NameError, match='keep_experiment_running'): make_learner(make_dls(76, 8), cbs=[AccumulateStep(4), comet.CometCallback('p')])
     with pytest.raises(NameError, match='keep_experiment_running'): make_learner(make_dls(76, 32), cbs=comet.CometCallback('p'))
 
-@row('Loggers', 'CometCallback, with the name that it misses', 'everything, and what is sent but for the time',
-     note='after `fastai.callback.comet.keep_experiment_running = False`; a stand-in for the service')
+@row('Loggers', 'CometCallback, repaired', 'everything, and what is sent, without the times',
+     note='With `fastai.callback.comet.keep_experiment_running = False`. A stand-in replaces the service.')
 def test_comet_mended(works, monkeypatch):
     comet = load(monkeypatch, 'comet', comet_ml=dict(Experiment=Service))
     comet.keep_experiment_running = False
@@ -261,7 +266,7 @@ def test_comet_mended(works, monkeypatch):
     works(a, b)
     sent(a.comet.experiment, b.comet.experiment, works)
 
-@row('Loggers', 'AzureMLCallback', 'everything, and what is sent but for the time', note='a stand-in for the service')
+@row('Loggers', 'AzureMLCallback', 'everything, and what is sent, without the times', note='A stand-in replaces the service.')
 def test_azure(works, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)   # where it would write `outputs/model_summary.txt`
     azure = load(monkeypatch, 'azureml', azureml__core__run=dict(Run=SimpleNamespace(get_context=lambda allow_offline: Service())),
@@ -279,7 +284,8 @@ def again(f):
 
 gets = dict(valid=dict(), loss=dict(with_loss=True, with_input=True, with_decoded=True), train=dict(ds_idx=0, with_loss=True))
 
-@row('Predictions', 'GatherPredsCallback, get_preds', 'everything, predictions, targets and losses', note='between two fits; of both sets')
+@row('Predictions', 'GatherPredsCallback, get_preds', 'everything, predictions, targets and losses',
+     note='Between two fits, on the training set and on the validation set.')
 @pytest.mark.parametrize('kw', gets.values(), ids=gets)
 def test_get_preds(kw, works):
     a,b = pair(fit=again(lambda learn: learn.get_preds(**kw)))
@@ -287,13 +293,15 @@ def test_get_preds(kw, works):
     works.same(a.got, b.got, 'preds')
     assert len(b.got[0])==(76 if kw.get('ds_idx')==0 else 24)
 
-@row('Predictions', 'Learner.validate', 'everything, losses and metrics', note='between two fits, on both sets')
+@row('Predictions', 'Learner.validate', 'everything, losses and metrics',
+     note='Between two fits, on the training set and on the validation set.')
 def test_validate(works):
     a,b = pair(metrics=acc, fit=again(lambda learn: [learn.validate(i) for i in (0,1)]))
     works(a, b)
     works.same(a.got, b.got, 'validate')
 
-@row('Predictions', 'FetchPredsCallback', 'everything, and the predictions of each epoch', note='of both sets')
+@row('Predictions', 'FetchPredsCallback', 'everything, and the predictions of each epoch',
+     note='On the training set and on the validation set.')
 @pytest.mark.parametrize('ds_idx', [0, 1])
 def test_fetch_preds(ds_idx, works):
     a,b = pair(lambda: [FetchPredsCallback(ds_idx, with_input=True), Watch(after_epoch=lambda cb: cb.fetch_preds.preds)], fit=lambda l: l.fit_one_cycle(3))
@@ -303,7 +311,8 @@ def test_fetch_preds(ds_idx, works):
 
 def dropping(): m = small_model(); return nn.Sequential(m[0], m[1], nn.Dropout(0.), m[2])
 
-@row('Predictions', 'MCDropoutCallback', 'everything, and the predictions with one seed', note='trained without dropout, since micro-batches draw other masks')
+@row('Predictions', 'MCDropoutCallback', 'everything, and the predictions with one seed',
+     note='Trained without dropout, because micro-batches draw other masks.')
 def test_mc_dropout(works):
     def draw(learn):
         learn.model[2].p = .5
@@ -316,8 +325,8 @@ def test_mc_dropout(works):
     works.same(a.got, b.got, 'preds')
     assert not torch.equal(*b.got), 'dropout was off'
 
-@row('Predictions', 'CollectDataCallback', 'everything, and inputs, targets and predictions, joined over a window',
-     note='an entry for each micro-batch, with its own loss; at the boundary, with the loss of the window')
+@row('Predictions', 'CollectDataCallback', 'everything, and inputs, targets and predictions, joined for each window',
+     note='It makes one entry per micro-batch, with its own loss. The last entry of a window has the loss of the window.')
 def test_collect_data(works):
     a,b = pair(CollectDataCallback, fit=lambda learn: learn.fit(1))
     works(a, b)
@@ -335,7 +344,8 @@ class Decoded(nn.CrossEntropyLoss):
     def activation(self, x): return x.softmax(-1)
     def decodes(self, x): return x.argmax(-1)
 
-@row('Predictions', 'Interpretation, ClassificationInterpretation', 'everything, top losses, confusion matrix', note='between two fits; of both sets')
+@row('Predictions', 'Interpretation, ClassificationInterpretation', 'everything, top losses and the confusion matrix',
+     note='Between two fits, on the training set and on the validation set.')
 @pytest.mark.parametrize('ds_idx', [0, 1])
 def test_interpretation(ds_idx, works):
     def explain(learn):
@@ -356,7 +366,8 @@ class Outputs(HookCallback):
     def hook(self, m, i, o):
         if self.training: self.outputs.append(o)
 
-@row('Hooks', 'HookCallback, hook_outputs', 'everything, and activations, joined over a window', note='a hook is called for each micro-batch')
+@row('Hooks', 'HookCallback, hook_outputs', 'everything, and activations, joined for each window',
+     note='A hook is called for each micro-batch.')
 def test_hooks(works):
     def fit(learn):
         with hook_outputs(learn.model) as hooks: learn.fit(2); learn.stored = list(hooks.stored)
@@ -366,8 +377,8 @@ def test_hooks(works):
     for i in range(2): works.same(joined(windows(a.outputs.outputs[i::2], 2)), b.outputs.outputs[i::2], f'layer {i}')
     assert len(b.outputs.outputs)==2*2*3
 
-@row('Hooks', 'ActivationStats', 'mean, near_zero and histogram over a window; the training itself to 1e-12', tol=1e-6,   # since its statistics are float32
-     note='an entry for each micro-batch; `every` counts windows, and takes all their micro-batches')
+@row('Hooks', 'ActivationStats', 'mean, near_zero and histogram for each window; the training itself to 1e-12', tol=1e-6,   # since its statistics are float32
+     note='It makes one entry per micro-batch. `every` counts windows, and takes all their micro-batches.')
 @pytest.mark.parametrize('every', [None, 1, 2])
 def test_activation_stats(every, works):
     a,b = pair(lambda: ActivationStats(every=every, with_hist=True), fit=lambda learn: learn.fit(2))
@@ -385,7 +396,8 @@ def test_activation_stats(every, works):
                 works.same(sum(n*m[layer][k] for n,m in zip(bs,micro))/sum(bs), big[layer][k], f'{k} of layer {layer}')
             works.same(sum(m[layer]['hist'] for m in micro), big[layer]['hist'], 'hist')
 
-@row('Hooks', 'Learner.summary', 'everything, and the text but for the batch size and `AccumulateStep`', note='before and between fits')
+@row('Hooks', 'Learner.summary', 'everything, and the text without the batch size and `AccumulateStep`',
+     note='Before a fit and between two fits.')
 def test_summary(works):
     def fit(learn): learn.said = [str(learn.summary())]; again(lambda learn: learn.said.append(str(learn.summary())))(learn)
     a,b = pair(fit=fit)

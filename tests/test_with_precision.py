@@ -49,8 +49,8 @@ def scaled(windows, n=96, bs=8, n_step=4):
         return learn
     return train(bs, [AccumulateStep(n_step)], n_step),train(bs*n_step, [], 1)
 
-@row('Precision', 'MixedPrecision: the loss scaler', 'everything, scales and updates',
-     note='in float64, without autocast; grows and backs off with steps; an overflow in one micro-batch skips its window, once')
+@row('Precision', 'MixedPrecision: the loss scaler', 'everything, the scales and their updates',
+     note='In float64, without autocast. The scale grows and shrinks with the steps. An overflow in one micro-batch skips its window once.')
 @pytest.mark.parametrize('windows', [[], [0], [2,3], [8]], ids=str)
 def test_scaler(windows, works):
     a,b = scaled(windows)
@@ -75,13 +75,13 @@ class Float32(Callback):
 def weights(learn): return [p.detach().clone() for p in learn.model.parameters()]
 
 @row('Precision', 'MixedPrecision, fp16', 'weights', HALF[torch.float16],
-     'autocast and scaler of the CPU; half precision rounds a large batch and micro-batches differently')
+     'With autocast and scaler of the CPU. Half precision rounds a large batch and micro-batches differently.')
 def test_fp16(works):
     a,b = half_pair(torch.float16)
     works.same(weights(a), weights(b))
     assert a.mixed_precision.kept==b.mixed_precision.kept and len(a.mixed_precision.kept)==9
 
-@row('Precision', 'MixedPrecision, bf16', 'weights', HALF[torch.bfloat16], 'autocast of the CPU; as fp16, with fewer digits and without a scaler')
+@row('Precision', 'MixedPrecision, bf16', 'weights', HALF[torch.bfloat16], 'With autocast of the CPU. Like fp16, with fewer digits and without a scaler.')
 def test_bf16(works):
     a,b = half_pair(torch.bfloat16)
     works.same(weights(a), weights(b))
@@ -99,7 +99,7 @@ class NonNative(NonNativeMixedPrecision):
         finally: self.learn.dls = dls
 
 non_native_row = row('Precision', 'NonNativeMixedPrecision', 'weights', HALF[torch.float16],
-                     'on the CPU, which it is told is a GPU; flat masters or not, with `clip` and without')
+                     'On a CPU that stands in for a GPU. With and without flat master weights, with and without `clip`.')
 
 def non_native(flat, clip, **kwargs):
     def train(bs, acc):
@@ -139,17 +139,17 @@ def low(dtype):
         return learn
     return train(8, [AccumulateStep(4)]),train(32, [])
 
-@row('Precision', 'a model in bfloat16', 'weights', 4*HALF[torch.bfloat16], 'for long windows add `GradAccumDtype`')
+@row('Precision', 'a model in bfloat16', 'weights', 4*HALF[torch.bfloat16], 'For long windows add `GradAccumDtype`.')
 def test_bfloat16_model(works):
     a,b = low(torch.bfloat16)
     works.same(weights(a), weights(b))
 
-@row('Precision', 'a model in float16', 'weights', 4*HALF[torch.float16], 'for long windows add `GradAccumDtype`')
+@row('Precision', 'a model in float16', 'weights', 4*HALF[torch.float16], 'For long windows add `GradAccumDtype`.')
 def test_float16_model(works):
     a,b = low(torch.float16)
     works.same(weights(a), weights(b))
 
-@row('Precision', 'GradAccumDtype beside the loss scaler', 'everything', note='ours; with `GradientClip`')
+@row('Precision', 'GradAccumDtype with the loss scaler', 'everything', note='Our own, with `GradientClip`.')
 def test_grad_accum_dtype_and_scaler(works):
     def train(bs, acc):
         learn = make_learner(make_dls(76, bs), cbs=[*acc, OnCpu(init_scale=2.**10, growth_interval=3), GradientClip(.1)])
@@ -157,8 +157,8 @@ def test_grad_accum_dtype_and_scaler(works):
         return learn
     works(train(8, [AccumulateStep(4), GradAccumDtype()]), train(32, []))
 
-@row('Precision', 'GradAccumDtype', "gradients of a window with the float64 mean of the same low-precision gradients, in units in the last place", 2,
-     'ours, for models in float16 or bfloat16; windows of 64')
+@row('Precision', 'GradAccumDtype', "gradients of a window with the float64 mean of the same low-precision gradients, in units of the last place", 2,
+     'Our own, for models in float16 or bfloat16. Windows of 64 micro-batches.')
 @pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
 def test_grad_accum_dtype(dtype, works):
     learn = low_learner(dtype, 1, [AccumulateStep(64), GradAccumDtype()])

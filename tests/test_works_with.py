@@ -21,7 +21,7 @@ def test_page():
     "The committed page is that of the committed figures"
     nb = json.loads((Path(__file__).parent.parent/'nbs'/'works_with.ipynb').read_text())
     text = '\n'.join(''.join(o['data']['text/markdown']) for c in nb['cells'] for o in c.get('outputs', []) if 'text/markdown' in o.get('data', {}))
-    lines = [l for l in text.splitlines() if l.startswith('| ') and not l.startswith(('| ---','| with |'))]
+    lines = [l for l in text.splitlines() if l.startswith('| ') and not l.startswith(('| ---','| With |'))]
     assert len(lines)==len(committed())
     for r in committed().values():
         line = [l for l in lines if l.startswith(f"| {r['name']} | {'' if r['raises'] else r['compared']} |") and l.endswith(f"{r['note']} |")]
