@@ -49,7 +49,11 @@ def stay_on_site():
 def readme():
     cache = processed()
     smalldocs('render', '--quiet', cache)
-    text = (cache/cfg.doc_path.name/'index.llms.md').read_text()
+    site,images = cache/cfg.doc_path.name,cfg.nbs_path/'images'
+    shutil.rmtree(images, ignore_errors=True)
+    shutil.copytree(site/'index_files', images)
+    at = f'{cfg.git_url}/raw/{cfg.branch}/nbs/images/'   # PyPI shows no images by a relative path
+    text = (site/'index.llms.md').read_text().replace('](index_files/', f']({at}')
     (cfg.config_path/'README.md').write_text(text)
 
 if __name__=='__main__': dict(site=site, readme=readme)[sys.argv[1]]()

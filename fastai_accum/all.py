@@ -23,5 +23,6 @@ from fastai_accum.checkpointing import GradientCheckpointing
 from fastai_accum.offload import OffloadActivations
 
 # %% ../nbs/index.ipynb #f21b2315
-__all__ = ['loss_weight', *core.__all__, *patch.__all__, *microbatch.__all__, *batchnorm.__all__, *clip.__all__, *skip.__all__, *precision.__all__, *schedules.__all__,
+__all__ = ['loss_weight', *core.__all__, *patch.__all__, *microbatch.__all__, *batchnorm.__all__, *clip.__all__,
+           *skip.__all__, *precision.__all__, *schedules.__all__,
            'NoiseScale', 'GradientCheckpointing', 'OffloadActivations']
