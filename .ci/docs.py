@@ -3,8 +3,14 @@
     python .ci/docs.py site     # _docs, with Quarto if it is installed, otherwise with smalldocs
     python .ci/docs.py readme   # README.md, from nbs/index.ipynb
 """
-import re,shutil,subprocess,sys
+import html,re,shutil,subprocess,sys
+from inspect import Parameter,_empty as empty
 from pathlib import Path
+from types import NoneType,UnionType
+from typing import Union,get_args,get_origin
+from fastai.callback.core import event
+from fastcore.basics import patch_to
+from fastcore.docments import DocmentText,MarkdownRenderer
 from fastcore.nbio import read_nb,write_nb
 from nbdev.config import get_config
 from nbdev.doclinks import _build_modidx
@@ -14,15 +20,77 @@ from nbdev.serve import proc_nbs
 cfg = get_config()
 bin = Path(sys.executable).parent
 
+# Signatures on the reference pages. nbdev writes the comment of an argument behind it, in a line that the page cuts;
+# here the signature is as a user calls it, and a table has the types and the comments. The processes that run the
+# notebooks import this file, so that it holds in them too.
+
+@patch_to(MarkdownRenderer)
+def _repr_markdown_(self):
+    "Signature, docstring and table of arguments of `self.sym`"
+    if not isinstance(self.dm, DocmentText): return f'```python\n{self.dm}\n```\n\n*{self.docs}*'
+    dm = {k:v for k,v in self.dm.dm.items() if k not in all_events}
+    args = {k:v for k,v in dm.items() if k!='return'}
+    commented = any(v.get('docment') for v in dm.values())
+    call = signature(self.nm.replace('Learner.', 'learn.'), args, dm.get('return', {}), with_types=not commented)
+    res = [f'```python\n{call}\n```', re.sub(r'^(\s*)(.+)', r'\1*\2*', self.docs or '', count=1)]
+    rows = [cells(k, v) for k,v in dm.items() if any(cells(k, v)[1:])]
+    if commented: res.append(table(['argument', 'type', 'meaning'], rows))
+    return '\n\n'.join(res)
+
+# fastai's `Callback` takes a function for each event as an argument: nobody passes them
+all_events = {o for o in vars(event) if not o.startswith('_')}
+
+def cells(name, arg):
+    "The row of an argument, or of what is returned: name, type and comment"
+    name = 'returns' if name=='return' else f'`{stars(arg)}{name}`'
+    return name,type_name(arg.get('anno', empty)),arg.get('docment') or ''
+
+def stars(arg): return {Parameter.VAR_POSITIONAL:'*', Parameter.VAR_KEYWORD:'**'}.get(arg.get('kind'), '')
+
+def type_name(anno):
+    "A type as users import it: `Learner`, not `fastai.learner.Learner`"
+    if anno is empty: return ''
+    if get_origin(anno) in (Union,UnionType):
+        *most,last = [type_name(o) for o in get_args(anno)]
+        return f'{", ".join(most)} or {last}'
+    return '`None`' if anno is NoneType else f'`{getattr(anno, "__name__", anno)}`'
+
+def signature(name, args, ret, with_types, width=80):
+    "The call `name(args)`, on several lines if it does not fit on one"
+    plain = lambda v: re.sub(', | or ', '|', type_name(v.get('anno', empty))).replace('`', '')
+    parts = []
+    for k,v in args.items():
+        if v.get('kind')==Parameter.KEYWORD_ONLY and not any(o.startswith('*') for o in parts): parts.append('*')
+        part,default = stars(v)+k,v.get('default', empty)
+        if with_types and plain(v): part += f':{plain(v)}'
+        if default is not empty: part += f'={getattr(default, "__name__", repr(default))}'
+        parts.append(part)
+    ret = '' if plain(ret) in ('','None') else f' -> {plain(ret)}'
+    res = f'{name}({", ".join(parts)}){ret}'
+    if len(res)<=width: return res
+    lines = ['   ']
+    for o in parts:
+        if len(lines[-1])+len(o)+2>width: lines.append('   ')
+        lines[-1] += f' {o},'
+    return '\n'.join([f'{name}(', *lines, f'){ret}'])
+
+def table(head, rows):
+    "A Markdown table, without the columns that are empty"
+    keep = [i for i in range(len(head)) if any(r[i] for r in rows)]
+    row = lambda r: '| '+' | '.join(r[i].replace('|', '\\|').replace('\n', ' ') for i in keep)+' |'
+    return '\n'.join([row(head), row(['---']*len(head)), *map(row, rows)])
+
 def smalldocs(*args): subprocess.run([bin/'smalldocs', *args], check=True)
 
 def processed():
     "The notebooks as nbdev processes them for either renderer"
     refresh_quarto_yml(); _build_modidx()
     cache = Path(proc_nbs(cfg.nbs_path, force=True))
-    # what only Quarto reads: `format-links` asks for the Markdown copies that `llms-txt` makes, `output-file` repeats the notebook's name
-    y = cache/'nbdev.yml'
+    # what only Quarto reads: `format-links` asks for the copies in Markdown that `llms-txt` makes,
+    # `html-math-method` for MathML, `output-file` repeats the notebook's name
+    y,q = cache/'nbdev.yml',cache/'_quarto.yml'
     y.write_text(re.sub(r'\nformat-links:.*', '\n', y.read_text(), flags=re.S))
+    q.write_text(re.sub(r'\n *html-math-method:.*', '', q.read_text()))
     for p in cache.rglob('*.ipynb'):
         nb = read_nb(p)
         for c in nb.cells: c.source = re.sub(rf'^output-file: {p.stem}\.html\n', '', c.source, flags=re.M)
@@ -37,14 +105,25 @@ def site():
         smalldocs('render', '--strict', '--quiet', cache)
         shutil.rmtree(cfg.doc_path, ignore_errors=True)
         shutil.move(cache/cfg.doc_path.name, cfg.doc_path)
-    stay_on_site()
+    for p in cfg.doc_path.rglob('*.html'): p.write_text(stay_on_site(stacked(p.read_text()), p))
     print(f'{len(list(cfg.doc_path.rglob("*.html")))} pages in {cfg.doc_path.name}/')
 
-def stay_on_site():
-    "Make the links to pages of this site relative, which nbdev writes with the address that the site will have"
-    for p in cfg.doc_path.rglob('*.html'):
-        up = '../'*(len(p.relative_to(cfg.doc_path).parts)-1) or './'
-        p.write_text(p.read_text().replace(f'<a href="{cfg.doc_host}{cfg.doc_baseurl}/', f'<a href="{up}'))
+def stacked(text, width=50):
+    "Name the column in each cell of a table with more text than fits on a phone: there `styles.css` stacks its cells"
+    def plain(cell): return html.unescape(re.sub('<[^>]*>', '', cell)).strip()
+    def stack(m):
+        rows = [re.findall(r'<t[hd]\b.*?</t[hd]>', o, flags=re.S) for o in re.split(r'<tr\b', m[0])[1:]]
+        longest = [max(len(plain(c)) for c in column) for column in zip(*rows)]
+        if len({*map(len, rows)})>1 or sum(2+min(18, n) for n in longest)<=width: return m[0]
+        names = iter([html.escape(plain(c)) for c in rows[0]]*len(rows))
+        cells = re.sub(r'<t[hd]\b', lambda o: f'{o[0]} data-column="{next(names)}"', m[0])
+        return cells.replace('<table', '<table data-stacked="true"', 1)
+    return re.sub(r'<table\b.*?</table>', stack, text, flags=re.S)
+
+def stay_on_site(text, p):
+    "Make the links to pages of this site relative in page `p`: nbdev writes them with the site's address"
+    up = '../'*(len(p.relative_to(cfg.doc_path).parts)-1) or './'
+    return text.replace(f'<a href="{cfg.doc_host}{cfg.doc_baseurl}/', f'<a href="{up}')
 
 def readme():
     cache = processed()
