@@ -1,4 +1,4 @@
-"""What a window adds to the gradients, what was there before, and how it is undone
+"""Keep the gradients of a window apart from older ones, and undo a window
 
 Docs: https://fastai-accum.github.io/fastai_accum/gradients.html.md"""
 
@@ -15,13 +15,16 @@ from fastai.basics import *
 
 # %% ../nbs/gradients.ipynb #bff3ee7f
 class Gradients:
-    "The gradients that a window of `learn` finds, adds to and leaves"
+    "The gradients of `learn`: those that were there before a window, and those that the window adds"
     def __init__(self, learn):
-        self.learn,self.clean,self.left = learn,{},False   # versions of the gradients that `zero_grad` has left; whether a cancelled step has left some
-        self.params,self.aside = [],[]                     # each parameter, with whether it had a gradient; those whose gradient waits, with that
+        self.learn = learn
+        self.clean = {}     # the gradients that `zero_grad` has left, with their versions
+        self.left = False   # whether a cancelled step has left gradients
+        self.params = []    # each parameter, and whether it had a gradient
+        self.aside = []     # the parameters whose gradients are set aside, and these gradients
 
     def open(self):
-        "Begin a window: set aside what is there"
+        "Begin a window: set aside the gradients that are there"
         self.params,self.aside = [],[]
         self.look()
         held = {id(p) for pg in self.learn.opt.param_lists for p in pg}
@@ -30,7 +33,7 @@ class Gradients:
         for p,_ in self.aside: p.grad = None
 
     def look(self):
-        "Find the parameters of the model, of its loss and of the optimizer; some may be new"
+        "Find the parameters of the model, the loss and the optimizer; some may be new"
         learn,known = self.learn,{id(p) for p,_ in self.params}
         of_modules = (p for m in (learn.model,learn.loss_func) if isinstance(m, nn.Module) for p in m.parameters())
         for p in chain(of_modules, *learn.opt.param_lists):
@@ -47,12 +50,12 @@ class Gradients:
             torch._foreach_mul_(gs, by.to(device) if isinstance(by, Tensor) else by)
 
     def fill(self):
-        "Zeros where there is no gradient"
+        "Give a gradient of zeros to each parameter that has none"
         for p,_ in self.params:
             if p.grad is None and p.requires_grad: p.grad = torch.zeros_like(p)
 
     def join(self):
-        "Add what was set aside"
+        "Add the gradients that were set aside"
         for p,g in self.aside: p.grad = g.clone() if p.grad is None else p.grad+g
 
     def cleared(self):
@@ -60,7 +63,7 @@ class Gradients:
         self.left,self.clean = False,{id(p):(ref(p.grad),p.grad._version) for p,_ in self.params if p.grad is not None}
 
     def rewind(self):
-        "Clear what the window has added"
+        "Clear the gradients that the window has added"
         self.look()
         aside = {id(p) for p,_ in self.aside}
         for p,had in self.params:
@@ -68,29 +71,29 @@ class Gradients:
             elif p.grad is not None: p.grad.zero_()
 
     def throw(self):
-        "Clear what the window has added, and put back what was there before it"
+        "Undo the window: clear its gradients, and put back those that were there before"
         self.rewind()
         for p,g in self.aside: p.grad = g
 
     def forget(self):
-        "At the end of a fit: clear what a cancelled step has left"
+        "At the end of a fit: clear the gradients that a cancelled step has left"
         if self.left: self.learn.opt.zero_grad()
 
 # %% ../nbs/gradients.ipynb #0c25b34f
 class Hypers:
-    "The hyper-parameters of `opt` as they are now"
+    "The hyper-parameters of `opt`, as they are now"
     def __init__(self, opt): self.opt,self.was = opt,[dict(h) for h in opt.hypers]
     def restore(self, where=None):
-        "Set them to what they were; only those that are as `where` has them, if that is given"
+        "Set them back; with `where`, only those whose current value is that in `where`"
         now = self.opt.hypers
-        if len(now)!=len(self.was): return   # other parameter groups
+        if len(now)!=len(self.was): return   # the parameter groups have changed
         for k in self.was[0] if self.was else ():
             old,new,other = ([h.get(k) for h in o] for o in (self.was,now,where.was if where else now))
             if old!=new==other: self.opt.set_hyper(k, old)
 
     @contextmanager
     def once_more(self):
-        "Begin with these hyper-parameters; those that nobody sets inside keep the value that they have now"
+        "Set them back for a `with` block; those that are not set in the block then get their current value again"
         now = Hypers(self.opt)
         self.restore()
         try: yield

@@ -1,4 +1,4 @@
-"""What our callbacks change in a learner, and how it is put back
+"""How our callbacks change a learner, and how everything is put back
 
 Docs: https://fastai-accum.github.io/fastai_accum/replace.html.md"""
 
@@ -12,7 +12,7 @@ from fastai.basics import *
 
 # %% ../nbs/replace.ipynb #70f1883f
 class Replaced:
-    "`f` in the place of the method `name` of `o`, until `restore`"
+    "Put `f` in the place of the method `name` of `o`, until `restore`"
     def __init__(self, o, name, f):
         self.o,self.name,self.f,self.was,self.old = o,name,f,vars(o).get(name),getattr(o, name)
         vars(o)[name] = self
@@ -22,30 +22,30 @@ class Replaced:
     def __reduce__(self): return (getattr,(self.o,self.name)) if self.was is None else (copy,(self.was,))
 
     def restore(self):
-        "Put back what was there; or, if something else has taken the place since, do from now on what was done before"
+        "Put the original back; if the method was replaced once more since, call the original from now on"
         self.f,was = self.old,self.was
         if vars(self.o).get(self.name) is not self: return
-        while isinstance(was, Replaced) and was.f is was.old: was = was.was   # that one has been put back before this one
+        while isinstance(was, Replaced) and was.f is was.old: was = was.was   # that one was restored before this one
         del vars(self.o)[self.name]
         if was is not None: vars(self.o)[self.name] = was
 
 # %% ../nbs/replace.ipynb #aaf01dd1
 class DuringTraining(Callback):
-    "A callback whose context `during()` is open while the learner trains, and closed however training ends"
+    "A callback with a context `during()`, which is open while the learner trains"
     order = -100
-    _ours,_depth,_on = None,0,False   # our `_with_events`, how many calls of it run, and whether the context is open
-    _stateattrs = '_ours','_depth','_on'   # a copy has none of these
-    __setattr__ = object.__setattr__   # fastai's looks for each name in the model too, to warn of shadowing
+    _ours,_depth,_on = None,0,False   # our `_with_events`, how many of its calls run, whether the context is open
+    _stateattrs = '_ours','_depth','_on'   # not copied, not saved
+    __setattr__ = object.__setattr__   # fastai's also looks for each name in the model
 
     def before_fit(self):
-        "Be there when the training loop begins"
+        "Replace `learn._with_events`, so that we see the training loop begin"
         if self._ours is None: self._ours = Replaced(self.learn, '_with_events', self._events)
 
-    def before_epoch(self): DuringTraining.before_fit(self)   # a validation in a `before_fit` has taken it away
+    def before_epoch(self): DuringTraining.before_fit(self)   # it is gone if a callback validated in its `before_fit`
 
     def after_fit(self):
-        "Leave nothing behind"
-        if not self._depth: self._end()   # else a callback validates in the middle of a fit
+        "Put everything back"
+        if not self._depth: self._end()   # otherwise a callback validates in the middle of a fit
 
     def _end(self):
         if self._ours is not None: self._ours.restore()
@@ -54,7 +54,7 @@ class DuringTraining(Callback):
 # %% ../nbs/replace.ipynb #825418ef
 @patch
 def _events(self:DuringTraining, f, event_type, ex, final=noop):
-    "What `learn._with_events` does during a fit"
+    "Takes the place of `learn._with_events` during a fit"
     opens,ended = event_type=='train' and self.learn is not None and not self._on,True
     self._depth += 1
     try:
@@ -63,7 +63,7 @@ def _events(self:DuringTraining, f, event_type, ex, final=noop):
             with self.during():
                 self._on = True
                 self._ours.old(f, event_type, ex, final)
-        ended = event_type=='fit' or self.learn is None   # it was left by a fit that failed to begin; or it is removed
+        ended = event_type=='fit' or self.learn is None   # the fit failed to begin, or the callback was removed
     finally:
         self._depth -= 1
         if opens: self._on = False

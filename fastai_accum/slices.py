@@ -1,4 +1,4 @@
-"""Cut a batch into slices of samples, and join what a model returns for them
+"""Cut a batch into slices of samples, and join the predictions for them
 
 Docs: https://fastai-accum.github.io/fastai_accum/slices.html.md"""
 
@@ -14,51 +14,53 @@ from torch.nn.utils.rnn import PackedSequence
 
 # %% ../nbs/slices.ipynb #f9030260
 def leaves(o, path='batch'):
-    "The tensors and arrays in `o`, each with its place"
+    "The tensors and arrays in `o`, each with its place in the batch"
     if isinstance(o, PackedSequence):
-        raise ValueError(f"MicroBatch: {path} is a PackedSequence, whose samples are interleaved; pass split=f, with f(batch, bs) -> slices")
+        raise ValueError(f"MicroBatch: {path} is a PackedSequence, which mixes the samples; pass split=f, "
+                         "with f(batch, bs) -> slices")
     if isinstance(o, (Tensor,np.ndarray)): return [(path,o)]
     items = o.items() if isinstance(o, Mapping) else enumerate(o) if isinstance(o, (list,tuple,L)) else ()
     return [o for k,v in items for o in leaves(v, f'{path}[{k!r}]')]
 
 def n_rows(b):
-    "The number of samples in `b`, of which each tensor has a row"
+    "The number of samples in `b`; each tensor has one row per sample"
     found = [(path,o) for path,o in leaves(b) if o.ndim]
     if not found:
-        raise ValueError(f"MicroBatch: the batch has no tensor that could be cut, it is a {type(b).__name__}; pass split=f, with f(batch, bs) -> slices")
+        raise ValueError(f"MicroBatch: the batch has no tensor that can be cut, it is a {type(b).__name__}; "
+                         "pass split=f, with f(batch, bs) -> slices")
     n = found[0][1].shape[0]
     for path,o in found:
         if o.shape[0]!=n:
-            raise ValueError(f"MicroBatch: {path} has shape {tuple(o.shape)}, but {found[0][0]} has {n} samples in its first dimension; "
-                             "pass split=f, with f(batch, bs) -> slices")
+            raise ValueError(f"MicroBatch: {path} has shape {tuple(o.shape)}, but {found[0][0]} has {n} samples in "
+                             "its first dimension; pass split=f, with f(batch, bs) -> slices")
     return n
 
 # %% ../nbs/slices.ipynb #31b0fae8
 def tree_map(f, o, *others):
-    "Apply `f` to the tensors and arrays in `o` and their counterparts in `others`; the rest is that of `o`"
+    "Apply `f` to the tensors and arrays in `o`, with those at the same place in `others`; keep the rest of `o`"
     if isinstance(o, (Tensor,np.ndarray)): return f(o, *others)
     if isinstance(o, Mapping):
-        res = copy(o)   # keeps what a dictionary of transformers knows besides
+        res = copy(o)   # a dictionary of transformers has other attributes, too
         for k in o: res[k] = tree_map(f, o[k], *(p[k] for p in others))
         return res
     if isinstance(o, (list,tuple,L)): return _like(o, [tree_map(f, *vs) for vs in zip(o, *others)])
     return o
 
-def _like(o, vs): return type(o)(*vs) if hasattr(o, '_fields') else type(o)(vs)   # a named tuple takes them one by one
+def _like(o, vs): return type(o)(*vs) if hasattr(o, '_fields') else type(o)(vs)   # named tuples take them one by one
 
 # %% ../nbs/slices.ipynb #b648c990
 def slices(
-    b, # Batch: tensors and arrays, or tuples, lists and dictionaries of them, nested
+    b, # Batch of tensors and arrays, in nested tuples, lists and dictionaries
     bs:int # Samples in a slice
 )->list:
     "Cut `b` along the first dimension into slices of `bs` samples; the last one may be smaller"
     n = n_rows(b)
     def cut(o, i):
         if isinstance(o, (Tensor,np.ndarray)): return o[i:i+bs] if o.ndim else o
-        if isinstance(o, (list,tuple,L)) and len(o)==n and not leaves(o): return o[i:i+bs]   # texts, or names of files
+        if isinstance(o, (list,tuple,L)) and len(o)==n and not leaves(o): return o[i:i+bs]   # such as texts
         if isinstance(o, (list,tuple,L)): return _like(o, [cut(v, i) for v in o])
         if not isinstance(o, Mapping): return o
-        res = copy(o)   # keeps what a dictionary of transformers knows besides
+        res = copy(o)   # a dictionary of transformers has other attributes, too
         for k in o: res[k] = cut(o[k], i)
         return res
     return [_like(b, [cut(o, i) for o in b]) for i in range(0, n, bs)]
@@ -67,13 +69,13 @@ def slices(
 def _fit(o, n): return all(x.ndim and x.shape[0]==n for _,x in leaves(o))
 
 def _join(path, sizes, os):
-    "Join what the slices of `sizes` have at `path`"
+    "Join the predictions `os` at `path`, for slices with `sizes` samples"
     o = os[0]
     if isinstance(o, (Tensor,np.ndarray)):
         bad = first(x.shape for x,n in zip(os, sizes) if not _fit(x, n))
         if bad is not None:
-            raise ValueError(f"MicroBatch: {path}, which the model returns for a slice of {sizes[0]} samples, has shape {tuple(bad)}; "
-                "return a row for each sample, or pass valid=False if this is validation")
+            raise ValueError(f"MicroBatch: {path}, which the model returns for a slice of {sizes[0]} samples, "
+                f"has shape {tuple(bad)}; return one row per sample, or pass valid=False if this is validation")
         return torch.cat(os) if isinstance(o, Tensor) else np.concatenate(os)
     if isinstance(o, Mapping):
         res = copy(o)
@@ -81,15 +83,16 @@ def _join(path, sizes, os):
         return res
     if isinstance(o, (list,tuple,L)):
         if [len(x) for x in os]==sizes and not (leaves(o) and all(_fit(x, n) for x,n in zip(os, sizes))):
-            return type(o)(v for x in os for v in x)   # an entry a sample
-        if len({len(x) for x in os})==1: return _like(o, [_join(f'{path}[{k}]', sizes, vs) for k,vs in enumerate(map(list, zip(*os)))])
+            return type(o)(v for x in os for v in x)   # one entry per sample
+        if len({len(x) for x in os})==1:
+            return _like(o, [_join(f'{path}[{k}]', sizes, vs) for k,vs in enumerate(map(list, zip(*os)))])
     elif all(x is o or isinstance(x, (str,bool,int,float)) and x==o for x in os): return o
-    raise ValueError(f"MicroBatch: {path}, which the model returns, is a {type(o).__name__} that cannot be joined over slices; "
-        "return tensors with a row for each sample, or pass valid=False if this is validation")
+    raise ValueError(f"MicroBatch: {path}, which the model returns, is a {type(o).__name__}, so the slices cannot "
+        "be joined; return tensors with one row per sample, or pass valid=False if this is validation")
 
 def join(
-    preds:list, # Predictions of a model for each slice
+    preds:list, # Predictions for each slice
     sizes:list # Samples in each slice
 ):
-    "The predictions for the whole batch"
+    "Join the predictions for the slices to those for the whole batch"
     return _join('pred', sizes, preds)

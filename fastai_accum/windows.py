@@ -1,4 +1,4 @@
-"""How many windows an epoch will have, and how many samples a batch holds
+"""How many windows an epoch has, and how many samples a batch has
 
 Docs: https://fastai-accum.github.io/fastai_accum/windows.html.md"""
 
@@ -13,7 +13,7 @@ from fastai.basics import *
 
 # %% ../nbs/windows.ipynb #3e85b498
 def drops_last(dl):
-    "Whether `dl` drops a last batch that is not full"
+    "Whether `dl` drops its last batch if it is not full"
     return bool(getattr(dl, 'drop_last', False) or getattr(getattr(dl, 'batch_sampler', None), 'drop_last', False))
 
 # %% ../nbs/windows.ipynb #5a13d3d6
@@ -24,10 +24,11 @@ def batch_size(dl):
 
 # %% ../nbs/windows.ipynb #11ab0053
 def samples_in(dl):
-    "How many samples `dl` goes through in an epoch, or `None` where it does not say"
+    "How many samples an epoch of `dl` has, or `None` if `dl` does not tell"
     idxs,batches = getattr(dl, '_DataLoader__idxs', None),getattr(dl, 'batch_sampler', None)
     bs = batch_size(dl) or getattr(batches, 'batch_size', None)
-    if hasattr(idxs, '__len__') and bs: return len(idxs)//bs*bs if drops_last(dl) else len(idxs)   # of a fastai loader that has begun
+    if hasattr(idxs, '__len__') and bs:   # a fastai loader whose epoch has begun
+        return len(idxs)//bs*bs if drops_last(dl) else len(idxs)
     if isinstance(batches, (list,tuple)): return sum(map(len, batches))
     if bs is None: return None   # the items of `dl` are batches
     try: return min(len(batches.sampler) if batches else _n_items(dl), len(dl)*bs)
@@ -37,13 +38,13 @@ def _n_items(dl): return getattr(dl, 'partial_n', None) or getattr(dl, 'n', None
 
 # %% ../nbs/windows.ipynb #b8be7857
 def n_batches_in(dl):
-    "How many batches `dl` yields at most"
+    "The largest number of batches that `dl` can yield"
     if not (hasattr(dl, 'world_size') and dl.drop_last): return len(dl)
     n = getattr(dl.dl, 'n', None) or len(dl.dl.dataset)
     return min(len(dl), -(-n//dl.world_size)//dl.bs)
 
 class Part:
-    "What the `DistributedDL` that `dl` will be wrapped in says of itself"
+    "Stands for the `DistributedDL` that `dl` will be wrapped in"
     def __init__(self, dl, world_size):
         self.dl,self.world_size,self.dataset = dl,world_size,dl.dataset
         self.bs,self.drop_last = batch_size(dl),drops_last(dl)
@@ -52,36 +53,36 @@ class Part:
 # %% ../nbs/windows.ipynb #1698efd0
 @dataclass
 class Plan:
-    "What is known of the windows of an epoch, and how far it has come"
-    size:int             # Batches in a full window, the first one
-    n_windows:int|None   # Windows in the epoch; `None` if samples are counted and the batches vary in size
-    n_batches:int        # Batches that the loader yields at most
-    n_samples:int|None   # Samples in the epoch, where the loader says so
-    drop_last:bool       # Whether the tail is thrown away
+    "What we know about the windows of an epoch, and how far the epoch has come"
+    size:int             # Batches in the first full window
+    n_windows:int|None   # Windows in the epoch; `None` if we count samples, and batches vary in size
+    n_batches:int        # The largest number of batches that the loader can yield
+    n_samples:int|None   # Samples in the epoch, if the loader tells
+    drop_last:bool       # Whether the tail is dropped
     bs:int|None=None     # Batch size of the loader, if it has one
-    ends:list|None=None  # Batches that have been drawn when each window ends, where that is known
-    counts_batches:bool=True # Whether batches fill a window, and not samples
+    ends:list|None=None  # The number of batches drawn at the end of each window, if known
+    counts_batches:bool=True # Whether we count batches, and not samples, to fill a window
     varies:bool=False    # Whether windows follow a schedule
-    begun:float=0.       # How much of the epoch is in windows that have ended, of 1
+    begun:float=0.       # The share of the epoch in windows that have ended, from 0 to 1
     n_done:int = 0       # Windows that have ended
-    n_drawn:int = 0      # Samples that have been drawn
-    batches_drawn:int=0  # Batches that have been drawn
-    ended:bool=False     # Whether the batch that was drawn last is the loader's last one, where that is known
-    is_odd:bool=False    # Whether the last batch was not of size `bs`
-    share:float|None=None # How much of the epoch all processes have drawn, of 1, where they add up samples
-    n_running:int=1      # Processes that have more batches, where they add up samples
+    n_drawn:int = 0      # Samples drawn so far
+    batches_drawn:int=0  # Batches drawn so far
+    ended:bool=False     # Whether the current batch is the last one of the loader, if known
+    is_odd:bool=False    # Whether the current batch has another size than `bs`
+    share:float|None=None # The share of the epoch that all processes have drawn, if they add up samples
+    n_running:int=1      # Processes that have more batches, if they add up samples
 
     @property
     def is_over(self):
-        "Whether the batches that are left belong to a tail that is dropped"
+        "Whether the remaining batches belong to a tail that is dropped"
         return self.drop_last and self.n_windows is not None and self.n_done>=self.n_windows
     @property
     def n_iter(self):
-        "The number of windows, or the most that there can be"
+        "The number of windows, or its upper limit if it is not known"
         return self.n_batches if self.n_windows is None else self.n_windows
     @property
     def seen(self):
-        "How much of the epoch this process has drawn, of 1"
+        "The share of the epoch that this process has drawn, from 0 to 1"
         return self.n_drawn/self.n_samples if self.n_samples else self.batches_drawn/self.n_batches
 
 # %% ../nbs/windows.ipynb #a1100c6a
@@ -89,23 +90,25 @@ class Plan:
 def draw(self:Plan,
     n # Samples in the batch
 ):
-    "Note that a batch has been drawn. If one before the last has another size than the loader's, the number of windows is not known from then on"
+    "Note that a batch of `n` samples has been drawn"
     self.n_drawn += n; self.batches_drawn += 1
-    if not self.counts_batches and self.is_odd: self.n_windows = None
+    if not self.counts_batches and self.is_odd: self.n_windows = None   # the odd batch was not the last one
     self.is_odd = n!=self.bs
 
 @patch
 def end(self:Plan):
-    "Note that a window has ended. A tail that is dropped counts as seen with the last window"
+    "Note that a window has ended; a dropped tail counts as seen with the last window"
     self.n_done += 1
     if self.n_windows is not None and self.n_done>=self.n_windows: self.begun = 1.
     elif self.share is not None: self.begun = self.share
     elif not self.counts_batches: self.begun = self.seen
-    else: self.begun = _share(self.ends[min(self.n_done, len(self.ends))-1], self.n_batches, self.n_samples, self.bs)   # another process may have more
+    else:
+        k = self.ends[min(self.n_done, len(self.ends))-1]   # another process may have more windows
+        self.begun = _share(k, self.n_batches, self.n_samples, self.bs)
 
 # %% ../nbs/windows.ipynb #c2fe37d4
 def _share(k, n_batches, n, bs):
-    "How much of an epoch the first `k` batches are: of its samples, where those can be counted, else of its batches"
+    "The share of the first `k` batches in an epoch: of its samples if we can count them, otherwise of its batches"
     return min(k*bs, n)/n if n and bs else k/n_batches
 
 def _ends(n_batches, n, bs, n_step, goal, drop):
@@ -124,16 +127,17 @@ def _ends(n_batches, n, bs, n_step, goal, drop):
 # %% ../nbs/windows.ipynb #d9b2b0f4
 def plan_epoch(
     dl, # Training `DataLoader`, fastai's or PyTorch's
-    n_step:int|Callable=1, # Batches in a window; a number, or a function of the share of the epoch that has been seen
-    goal:int|Callable|None=None, # Samples in a window, instead of `n_step`
-    drop_last:bool|None=None, # Throw the tail away; `None` does what `dl` does with its own last batch
-    agree:Callable=lambda drop, *o: o # `(drop, n_batches, n_samples, bs)` of this process -> the last three, as all processes go by them
+    n_step:int|Callable=1, # Batches in a window: a number, or a function of the share of the epoch that is over
+    goal:int|Callable|None=None, # Samples in a window, instead of `n_step`; the same types
+    drop_last:bool|None=None, # Drop the tail; `None` does what `dl` does with its own last batch
+    agree:Callable=lambda drop, *o: o # Makes `n_batches`, `n_samples` and `bs` the same in all processes
 )->Plan:
-    "The windows that an epoch of `dl` will have"
+    "Plan the windows of an epoch of `dl`"
     drop,v = drops_last(dl) if drop_last is None else drop_last,n_step if goal is None else goal
     n_batches,n,bs = agree(drop, n_batches_in(dl), samples_in(dl), batch_size(dl))
     f = v if callable(v) else lambda share: v
     if goal is None: ends,size = _ends(n_batches, n, bs, f, None, drop),f(0.)
     elif bs:         ends,size = _ends(n_batches, n, bs, None, f, drop),-(-f(0.)//bs)
     else:            ends,size = None,max(1, f(0.)*n_batches//n if n else 1)
-    return Plan(min(size,n_batches), None if ends is None else len(ends), n_batches, n, drop, bs, ends, goal is None, callable(v))
+    n_windows = None if ends is None else len(ends)
+    return Plan(min(size,n_batches), n_windows, n_batches, n, drop, bs, ends, goal is None, callable(v))
