@@ -4,12 +4,17 @@ Everything is float64, with plain `torch.nn` losses: fastai's flattened losses r
 `TOL` is a relative error. Sums of the same numbers in another order differ by a few units in the last place (2e-16); the bound leaves three digits for
 optimizers that divide by small numbers."""
 from functools import partialmethod
+import pytest
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai_accum.core import *
 from fastai_accum.core import Counts
 
 TOL = 1e-12
+
+needs_exact = pytest.mark.skipif(not hasattr(torch, 'get_autocast_dtype'), reason='MicroBatch(exact=True) needs PyTorch 2.4 or later, as its error says')
+has_dtype   = hasattr(Tensor, 'register_post_accumulate_grad_hook')   # what `GradAccumDtype` needs, which came with PyTorch 2.1
+needs_dtype = pytest.mark.skipif(not has_dtype, reason='GradAccumDtype needs PyTorch 2.1 or later, as its error says')
 
 class AvgSmoothLoss64(AvgSmoothLoss):
     "`AvgSmoothLoss` starts from a float32 zero, which float64 losses cannot be mixed with"
@@ -33,6 +38,25 @@ class Micro(Callback):
     def before_train(self): self.i = -1
     def before_batch(self):
         if self.training: self.i += 1
+
+HALF = {torch.float16:2**-11, torch.bfloat16:2**-8}   # what one rounding may change, relative
+
+class OnCpu(MixedPrecision):
+    "`MixedPrecision` on the CPU, which fastai's own switches off there; without `dtype`, only its loss scaler"
+    name = 'mixed_precision'
+    def __init__(self, dtype=None, **kwargs):
+        super().__init__(**kwargs)
+        self.dtype = dtype
+    def before_fit(self):
+        if not hasattr(torch.amp, 'GradScaler'): pytest.skip('mixed precision is tested with a loss scaler on the CPU, which came with PyTorch 2.3')
+        self.kwargs['enabled'] = self.dtype is not torch.bfloat16
+        self.autocast = torch.amp.autocast('cpu', dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None)
+        self.learn.scaler,self.scales = torch.amp.GradScaler('cpu', **self.kwargs),L()
+    def after_pred(self):
+        if self.dtype is not None: super().after_pred()   # which rounds to float32
+    def after_fit(self):
+        self.kept = list(self.scales)
+        super().after_fit()
 
 class EachMicro(Callback):
     "Has `after_batch` at each micro-batch"

@@ -8,7 +8,7 @@ import fastai,importlib,json,pytest
 from harness import *
 
 if tuple(map(int, fastai.__version__.split('.')[:2])) < (2,8):
-    pytest.skip(f'the page is about fastai 2.8, and this is {fastai.__version__}', allow_module_level=True)
+    pytest.skip(f'the page "Works with" is about fastai 2.8, and this is {fastai.__version__}', allow_module_level=True)
 
 def row(group, name, compared='everything', tol=TOL, note=''):
     "Mark a test as evidence for a row: `compared` with the large batch up to `tol`; several tests, or cases of one, can share it"

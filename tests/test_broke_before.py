@@ -180,7 +180,7 @@ W = tensor([1.,10.,3.]).double()
 def rare(): y = classes(76); y[:20] = 0; return y
 def ignoring(): y = classes(76); y[:20] = -100; return y
 compile = partial(torch.compile, backend='eager') if hasattr(torch, 'compile') else None
-@pytest.mark.skipif(compile is None, reason='torch.compile came with PyTorch 2.0')
+@pytest.mark.skipif(compile is None, reason='compiles a model or a loss, and torch.compile came with PyTorch 2.0')
 @pytest.mark.parametrize('name', ['compiled','scripted','compiled_function','compiled_partial','scripted_function'])
 @pytest.mark.filterwarnings('ignore:.*torch.jit.*')
 def test_compiled_losses(name):
@@ -383,7 +383,7 @@ def test_errors_of_micro_batch(loss, match):
     with pytest.raises(ValueError, match=r'MicroBatch: weight must return one number, got shape \(8,\); return the sum') as e:
         learner(make_dls(64, 32), MicroBatch(8, weight=lambda p, y: torch.ones(len(y)))).fit(1)
 
-@pytest.mark.skipif(compile is None, reason='torch.compile came with PyTorch 2.0')
+@pytest.mark.skipif(compile is None, reason='compiles a model or a loss, and torch.compile came with PyTorch 2.0')
 @pytest.mark.parametrize('mode,warns', [('reduce-overhead',True),('max-autotune',True),('default',False),('max-autotune-no-cudagraphs',False)])
 def test_cuda_graphs(mode, warns, monkeypatch):
     "Which overwrite gradients between micro-batches are warned of; told here without a GPU"

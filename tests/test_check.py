@@ -10,6 +10,8 @@ from fastai_accum.all import *
 from fastai_accum.check import *
 from fastai_accum.trial import tol
 
+if not hasattr(torch, 'get_autocast_dtype'): pytest.skip('check_accumulation needs PyTorch 2.4 or later, as its error says', allow_module_level=True)
+
 @pytest.fixture(autouse=True)
 def _seed():
     assert torch.get_default_dtype()==torch.float32   # or a test has left float64
@@ -563,7 +565,7 @@ def test_clip_beside_another_cause():
         def after_backward(self): nn.utils.clip_grad_value_(self.model.parameters(), .2)
     assert found(learner(net(nn.Dropout()), loss_func=lambda p,y: 20*F.cross_entropy(p, y), cbs=[AccumulateStep(2), Clip()]))==['dropout','callback']
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='checks a learner on a GPU, and this machine has none')
 def test_on_a_gpu():
     "On the device of the learner, whose generator is put back"
     learn = learner(net(nn.BatchNorm1d(5), nn.Dropout()))

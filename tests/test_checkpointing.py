@@ -13,11 +13,10 @@ from fastai_accum.checkpointing import *
 from fastai_accum.microbatch import *
 from fastai_accum.offload import *
 from fastai_accum.replace import *
-from test_with_precision import OnCpu
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent/'benchmarks'))
 from common import NoValid,held_bytes,peak_bytes
 
-def timm_model(name, **kwargs): return pytest.importorskip('timm').create_model(name, pretrained=False, num_classes=3, **kwargs)
+def timm_model(name, **kwargs): return pytest.importorskip('timm', reason='tests a model of timm, which is not installed').create_model(name, pretrained=False, num_classes=3, **kwargs)
 def body(arch): return lambda: create_vision_model(arch, 3, pretrained=False)
 def torchvision_model(name): return lambda: getattr(tv, name)(weights=None, num_classes=3)
 
@@ -32,7 +31,7 @@ class Logits(nn.Module):
     "A model of transformers that returns its logits only"
     def __init__(self, kind, config, **kwargs):
         super().__init__()
-        tf = pytest.importorskip('transformers')
+        tf = pytest.importorskip('transformers', reason='tests a model of transformers, which is not installed')
         self.m = getattr(tf, kind)(getattr(tf, config)(num_labels=3, **kwargs))
     def forward(self, x): return self.m(x).logits
 
@@ -318,7 +317,7 @@ def test_refused():
         m = Net(); m.stem = torch.jit.script(m.stem); return m
     refuse('stem is scripted', make=scripted)
 
-@pytest.mark.skipif(not hasattr(nn.Module, 'compile'), reason='this PyTorch compiles no modules')
+@pytest.mark.skipif(not hasattr(nn.Module, 'compile'), reason='compiles a module in place, which this PyTorch cannot')
 def test_compiled():
     refuse('the model is compiled', make=lambda: torch.compile(Net()))
     def part():

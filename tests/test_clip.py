@@ -35,7 +35,7 @@ def test_equation(scale, clip_factor, eps):
 
 def test_timm():
     "The same as timm's, which also clips the whole vector of a bias"
-    agc = pytest.importorskip('timm.utils.agc', reason='compares with timm, which is not installed')
+    agc = pytest.importorskip('timm.utils.agc', reason='compares with the clipping of timm, which is not installed')
     a,b = model(),model()
     for m in (a,b): backward(m, 100.)
     clip_grad_adaptive_(a.parameters()); agc.adaptive_clip_grad(b.parameters(), clip_factor=0.01, eps=1e-3)

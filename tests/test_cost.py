@@ -7,7 +7,7 @@ from harness import *
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent/'benchmarks'))
 from common import peak_bytes
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device: nothing to synchronise with on this machine')
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason='trains on a GPU, and this machine has none')
 
 def conv_learner(cbs=None, opt_func=SGD, bs=8, n=64, device='cpu'):
     x,y = torch.randn(n,3,16,16),torch.randint(10,(n,))

@@ -3,7 +3,7 @@
 All cases run in one set of processes for each number of them, since starting them takes longer than training; no wait is without a limit."""
 import os,socket,subprocess,sys
 import pytest
-pytest.importorskip('accelerate', reason='fastai trains in several processes through accelerate')
+pytest.importorskip('accelerate', reason='fastai trains in several processes through accelerate, which is not installed')
 from several import *
 
 LIMIT = 240   # seconds for all cases together, on a busy machine
@@ -159,7 +159,7 @@ def test_launched(how, tmp_path, monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
     assert launched(how, tmp_path)==EXPECTED
 
-@pytest.mark.skipif(torch.cuda.device_count()<2, reason='synchronised batch norm and NCCL need two GPUs')
+@pytest.mark.skipif(torch.cuda.device_count()<2, reason='trains on two GPUs with NCCL and synchronised batch norm, and this machine has fewer')
 @pytest.mark.parametrize('how', ['torchrun','accelerate'])
 def test_on_gpus(how, tmp_path):
     "The same with NCCL and synchronised batch norm, whose running statistics are compared too"

@@ -11,11 +11,10 @@ from fastai.vision.all import create_body,create_unet_model,create_vision_model,
 from fastai.tabular.model import TabularModel
 from fastai_accum.all import *
 from fastai_accum.replace import Replaced
-from test_with_precision import HALF,OnCpu
 from torch.nn import functional as F
 from torchvision.ops import stochastic_depth
 
-pytestmark = pytest.mark.skipif(not hasattr(torch, 'get_autocast_dtype'), reason='exact=True needs PyTorch 2.4')
+pytestmark = pytest.mark.skipif(not hasattr(torch, 'get_autocast_dtype'), reason='exact=True needs PyTorch 2.4 or later, as its error says')
 
 def train(model, x, y, cbs=None, bs=None, lr=1e-3, epochs=2, drop_last=False, loss_func=None, fit='fit_one_cycle', **kwargs):
     "A fit of a copy of `model`, and the state of the generators after it"
@@ -309,7 +308,7 @@ def test_awd_lstm():
 
 @pytest.mark.parametrize('name', ['resnet18','convnext_atto','regnetx_002','vit_tiny_patch16_224'])
 def test_timm(name):
-    timm = pytest.importorskip('timm', reason='timm is an optional package')
+    timm = pytest.importorskip('timm', reason='tests a model of timm, which is not installed')
     def make():
         torch.manual_seed(3)
         kw = dict(img_size=32, patch_size=8) if name.startswith('vit') else {}
@@ -534,7 +533,7 @@ def test_what_is_switched_in_the_middle_of_an_epoch(k, first):
             if self.training and self.iter==1: switches[k](self.model)
     same(lambda: flat(lambda h, a, d: d(a(h).tanh()), nn.BatchNorm1d(8) if first=='norm' else nn.Tanh(), nn.Dropout(0.)), X2, Y2, 5, cbs=Switch(), epochs=1)
 
-@pytest.mark.skipif(not hasattr(__import__('signal'), 'setitimer'), reason='Windows has no timers that send a signal')
+@pytest.mark.skipif(not hasattr(__import__('signal'), 'setitimer'), reason='interrupts training by a timer that sends a signal, which Windows does not have')
 def test_ctrl_c_at_any_time():
     "A signal at a hundred random times: no thread stays, nothing hangs, the buffers are those from before the batch"
     import signal

@@ -208,7 +208,7 @@ def test_error_table(errors):
         figure = next((v for k,v in right.items() if row[0].startswith(k)), None)
         assert row[4]==figure if figure else float(row[4])<=TOL, row
 
-@pytest.mark.skipif(not find_spec('fastxtend'), reason='compares with fastxtend itself: install the extra "integrations"')
+@pytest.mark.skipif(not find_spec('fastxtend'), reason='compares with fastxtend, which is not installed: it is in the extra "integrations"')
 def test_fastxtend_rules():
     "The rules that stand for fastxtend in the table have its errors. In a process of its own, since fastxtend adds a callback to every learner"
     res = subprocess.run([sys.executable, '-W', 'ignore', root/'benchmarks'/'errors.py', '--fastxtend'], capture_output=True, text=True)

@@ -11,7 +11,6 @@ from fastai_accum.clip import *
 from fastai_accum.precision import *
 from fastai_accum.skip import *
 from fastai.callback.mixup import *
-from test_with_precision import OnCpu
 
 OutOfMemory = getattr(torch, 'OutOfMemoryError', RuntimeError)   # older PyTorch has a class for CUDA only
 
@@ -297,6 +296,7 @@ def test_metrics_over_the_training_set(coupled):
     def fit(learn): learn.recorder.train_metrics = True; cycle(learn)
     assert_same(train(MicroBatch(5, coupled), metrics=accuracy, fit=fit), train(metrics=accuracy, fit=fit))
 
+@needs_dtype
 @modes
 def test_sums_in_another_dtype(coupled):
     "`GradAccumDtype` and `SkipNonFinite` find the windows, whatever the order of the callbacks"
@@ -462,7 +462,7 @@ def test_auto_when_memory_runs_out_before_the_model():
     b = train(MicroBatch(32, split=later, valid=False), n=96, fit=lambda l: l.fit(1), **one_group)
     assert_same(a, b, tol=0)
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device, whose memory really runs out; the tests above raise its error by the size of the input')
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='lets the memory of a GPU run out, and this machine has none; the tests above raise the error themselves')
 @modes
 @pytest.mark.parametrize('amp', [False,True])
 def test_auto_on_a_gpu(coupled, amp):
@@ -521,7 +521,7 @@ def test_auto_says_again():
     assert said==['MicroBatch: memory ran out, and batches of 32 are now cut into slices of 16', 'MicroBatch: memory ran out in validation, and batches of 16 are now cut into slices of 8',
                   'MicroBatch: memory ran out, and batches of 32 are now cut into slices of 4']
 
-@pytest.mark.skipif(sys.version_info<(3,11), reason='notes on exceptions came with Python 3.11')
+@pytest.mark.skipif(sys.version_info<(3,11), reason='the advice is a note on the exception, and Python 3.11 brought notes')
 def test_advice_when_a_given_size_does_not_fit():
     with pytest.raises(OutOfMemory) as e: train(MicroBatch(16), model=partial(Small, 8), **one_group)
     assert e.value.__notes__==["MicroBatch: pass a smaller bs, or let bs='auto' with valid=True find one"]
@@ -864,7 +864,7 @@ def test_a_forward_of_the_user():
     assert_same(a, b)
     assert 'forward' in vars(a.model) and a.model.forward(features(2)).shape==(2,3)
 
-@pytest.mark.skipif(sys.version_info<(3,11), reason='notes on exceptions came with Python 3.11')
+@pytest.mark.skipif(sys.version_info<(3,11), reason='the advice is a note on the exception, and Python 3.11 brought notes')
 @pytest.mark.parametrize('cb', [MicroBatch(8), MicroBatch(8, coupled=True)])
 def test_slice_of_one_and_batch_norm(cb):
     "33 samples are four slices of 8 and one of 1, of which batch norm cannot train: the error says what to do"

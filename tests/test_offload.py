@@ -5,7 +5,7 @@ from test_checkpointing import *
 from fastai_accum.offload import Host,Kept,_storage
 from common import apart
 
-saves_inputs = pytest.mark.skipif(not hasattr(torch.utils.checkpoint, '_CheckpointFrame'), reason="this PyTorch's checkpoint keeps its inputs to itself")
+saves_inputs = pytest.mark.skipif(not hasattr(torch.utils.checkpoint, '_CheckpointFrame'), reason="looks at what PyTorch's checkpoint saves, which this PyTorch does not show")
 
 @pytest.fixture(autouse=True)
 def copies():

@@ -9,7 +9,7 @@ from fastai_accum.patch import *
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent/'benchmarks'))
 from common import peak_bytes
 
-if not hasattr(Tensor, 'register_post_accumulate_grad_hook'): pytest.skip('needs PyTorch 2.1, as the callback says', allow_module_level=True)
+if not hasattr(Tensor, 'register_post_accumulate_grad_hook'): pytest.skip('GradAccumDtype needs PyTorch 2.1 or later, as its error says', allow_module_level=True)
 
 class Low(Callback):
     "Inputs in the dtype of the model, and predictions in float64, so that the loss is exact"

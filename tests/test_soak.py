@@ -21,7 +21,7 @@ class Watch(EachMicro):
         self.block.clear()
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path('/proc/self/statm').exists(), reason='reads the memory of the process where Linux has it')
+@pytest.mark.skipif(not Path('/proc/self/statm').exists(), reason='reads the memory of the process from /proc, which only Linux has')
 @pytest.mark.parametrize('n_epoch,kw', [(100, dict(n_step=4)), (20, dict(n_samples=30)), (20, dict(n_step=7, drop_last=True))], ids=str)
 def test_soak(n_epoch, kw):
     "Without `Recorder`, whose lists grow by one a step"

@@ -211,7 +211,7 @@ def labels(x, head):
     return x%3 if head=='TokenClassification' else torch.where(x%5==0, x, -100)
 
 def bert(head):
-    transformers = pytest.importorskip('transformers', reason='needs transformers, an optional extra')
+    transformers = pytest.importorskip('transformers', reason='trains a model of transformers, which is not installed')
     config = transformers.BertConfig(vocab_size=40, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12, num_labels=3,
                                      max_position_embeddings=32, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
     model = getattr(transformers, f'BertFor{head}')(config)

@@ -165,7 +165,7 @@ def test_param_scheduler(drop_last, works):
 
 @pytest.fixture
 def fat():
-    pytest.importorskip('tensorboard', reason='tensorboard is not installed')
+    pytest.importorskip('tensorboard', reason='logs to tensorboard, which is not installed')
     import fastai.callback.tensorboard as fat
     return fat
 
@@ -192,7 +192,7 @@ def test_tensorboard(trace, fat, works, tmp_path, monkeypatch):
 @pytest.fixture
 def faw(monkeypatch, tmp_path):
     "`fastai.callback.wandb`, with a run without network in `tmp_path`"
-    wandb = pytest.importorskip('wandb', reason='wandb is not installed')
+    wandb = pytest.importorskip('wandb', reason='logs to W&B, whose package wandb is not installed')
     for k,v in dict(MODE='offline', DIR=str(tmp_path), SILENT='true', CONSOLE='off').items(): monkeypatch.setenv(f'WANDB_{k}', v)
     import fastai.callback.wandb as faw
     monkeypatch.setattr(faw.WandbCallback, '_wandb_watch_called', False)

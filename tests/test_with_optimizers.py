@@ -32,7 +32,7 @@ def test_no_gradient(opt, works):
 
 @row('Optimizers', 'Muon', note='`torch.optim.Muon` through `OptimWrapper`, for a network of matrices. It needs PyTorch 2.9.')
 def test_muon(works):
-    if not hasattr(torch.optim, 'Muon'): pytest.skip('needs PyTorch 2.9, which brought `torch.optim.Muon`')
+    if not hasattr(torch.optim, 'Muon'): pytest.skip('trains with `torch.optim.Muon`, which came with PyTorch 2.9')
     def model(): torch.manual_seed(0); return nn.Sequential(nn.Linear(6,5,bias=False), nn.Tanh(), nn.Linear(5,3,bias=False)).double()
     works(*pair(model=model, opt_func=partial(OptimWrapper, opt=torch.optim.Muon)))
 

@@ -4,27 +4,8 @@ fastai's `MixedPrecision` names the 'cuda' device and switches itself off withou
 Half precision rounds each product inside a batch, so a large batch and four micro-batches differ by that rounding: `HALF` allows one of the dtype, for
 weights after 9 steps of SGD; four where the weights are rounded at each step too. What the scaler decides is compared exactly, without autocast in float64."""
 from matrix import *
-from torch.amp import GradScaler,autocast
 from fastai_accum.precision import *
 from test_precision import exact_window,low_learner,ulps
-
-HALF = {torch.float16:2**-11, torch.bfloat16:2**-8}
-
-class OnCpu(MixedPrecision):
-    "`MixedPrecision` on the CPU; without `dtype`, its scaler alone"
-    name = 'mixed_precision'
-    def __init__(self, dtype=None, **kwargs):
-        super().__init__(**kwargs)
-        self.dtype = dtype
-    def before_fit(self):
-        self.kwargs['enabled'] = self.dtype is not torch.bfloat16
-        self.autocast = autocast('cpu', dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None)
-        self.learn.scaler,self.scales = GradScaler('cpu', **self.kwargs),L()
-    def after_pred(self):
-        if self.dtype is not None: super().after_pred()   # which rounds to float32
-    def after_fit(self):
-        self.kept = list(self.scales)
-        super().after_fit()
 
 class Overflow(Callback):
     "An infinite gradient in one micro-batch of each of `windows`, before the scaler looks at them"
