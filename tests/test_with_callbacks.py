@@ -184,3 +184,38 @@ def test_parallel_trainer(works):
 
 compiler = pytest.mark.skipif(not shutil.which('g++'), reason='compiles a model to C++, and there is no compiler')
 @row('Models', '`torch.compile`', note='A smaller last micro-batch has another shape, so PyTorch compiles again.')
+@pytest.mark.parametrize('backend', ['aot_eager', pytest.param('inductor', marks=[pytest.mark.slow,compiler])])
+@pytest.mark.filterwarnings('ignore')
+def test_compile(backend, works):
+    if not hasattr(torch, 'compile'): pytest.skip('compiles a model, and `torch.compile` came with PyTorch 2')
+    works(*pair(model=lambda: torch.compile(small_model(), backend=backend), splitter=trainable_params))
+    torch._dynamo.reset()
+
+def drawn(cls, **kw):
+    "Loaders that draw with replacement or in part: the same draws for each run"
+    def make(n, bs, drop_last):
+        np.random.seed(0)
+        items = list(zip(features(n), classes(n)))
+        return DataLoaders(cls(dataset=items, bs=bs, drop_last=drop_last, **kw), DataLoader(items[:24], bs=16))
+    return make
+
+@row('Loaders', 'WeightedDL')
+@pytest.mark.parametrize('drop_last', [False, True])
+def test_weighted_dl(drop_last, works): works(*pair(dls=drawn(WeightedDL, wgts=range(1,77), shuffle=True), drop_last=drop_last))
+
+@row('Loaders', 'PartialDL')
+@pytest.mark.parametrize('acc', [dict(n_step=4), dict(n_samples=32)], ids=str)
+def test_partial_dl(acc, works):
+    def train(bs, cbs):
+        learn = make_learner(drawn(PartialDL, partial_n=50)(76, bs, False), cbs=cbs)
+        once(learn)
+        return learn
+    works(train(8, AccumulateStep(**acc)), train(32, []))
+
+@row('Loaders', "PyTorch's DataLoader")
+@pytest.mark.parametrize('drop_last', [False, True])
+def test_pytorch_loader(drop_last, works):
+    def make(n, bs, drop_last):
+        data = torch.utils.data.TensorDataset(features(n), classes(n))
+        return DataLoaders(torch.utils.data.DataLoader(data, bs, drop_last=drop_last), torch.utils.data.DataLoader(data, 16))
+    works(*pair(dls=make, drop_last=drop_last))
