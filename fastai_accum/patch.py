@@ -1,4 +1,4 @@
-"""Turn it on once, and every fit of every `Learner` accumulates, `lr_find` included, until you turn it off
+"""Turn accumulation on once, for every fit of every `Learner`
 
 Docs: https://fastai-accum.github.io/fastai_accum/patch.html.md"""
 
@@ -15,37 +15,18 @@ from fastai.basics import *
 from .core import AccumulateStep
 from .refusals import is_a
 
-# %% ../nbs/patch.ipynb #bdf660df
-def _has_own(cbs): return any(is_a(o, 'AccumulateStep') for o in cbs)   # by name: a notebook may have reloaded the module
-
-# %% ../nbs/patch.ipynb #4a542cb5
-class _OfOneFit(AccumulateStep):
-    "An `AccumulateStep` of one fit. When that is over its `counts` can be read; copies of the learner, and files, are without it"
-    def __reduce_ex__(self, protocol): return super().__reduce_ex__(protocol) if self.learn else (type(None),())
-
-# %% ../nbs/patch.ipynb #48a27287
-def _accumulating(fit):
-    "`fit` with an `AccumulateStep` of the settings in `defaults.accumulation`, for learners that have none"
-    @wraps(fit)
-    def _fit(self, n_epoch, lr=None, wd=None, cbs=None, *args, **kwargs):
-        on,cbs = getattr(defaults, 'accumulation', None),L(cbs)
-        if not on or _has_own(self.cbs+cbs): return fit(self, n_epoch, lr, wd, cbs, *args, **kwargs)
-        acc = _OfOneFit(**on.settings)
-        try: return fit(self, n_epoch, lr, wd, cbs+[acc], *args, **kwargs)
-        finally:
-            if 'counts' in vars(acc): self.accumulate_step = acc   # fastai has removed it; its counts can be read
-    return _fit
-
 # %% ../nbs/patch.ipynb #1633ffb7
 @delegates(AccumulateStep)
 def turn_on_accumulation(
-    n_step:int|Callable|None=None, # Micro-batches in a window, or a function `pct -> int`; give this or `n_samples`
+    n_step:int|Callable|None=None, # Micro-batches in a window: a number, or a schedule `pct -> int`
     **kwargs
 ):
-    "Accumulate in every fit of every `Learner` that has no `AccumulateStep` of its own; replaces an earlier setting"
+    "Accumulate in every fit of every `Learner` without an `AccumulateStep`; replaces an earlier setting"
     if n_step is not None: kwargs['n_step'] = n_step
-    if set(kwargs)<={'average','drop_last','weight'}: raise ValueError("turn_on_accumulation: give n_step, which counts micro-batches, or n_samples; got neither")
-    AccumulateStep(**kwargs)   # a bad argument is an error here, and the earlier setting stays
+    if set(kwargs)<={'average','drop_last','weight'}:
+        raise ValueError("turn_on_accumulation: give n_step, which counts micro-batches, or n_samples, which counts "
+                         "samples; got neither")
+    AccumulateStep(**kwargs)   # raises an error for a wrong argument, and the earlier setting stays
     on = getattr(defaults, 'accumulation', None)
     _put_on(SimpleNamespace(settings=kwargs, block=getattr(on, 'block', None)))
 
@@ -56,20 +37,20 @@ def _put_on(on):
 
 # %% ../nbs/patch.ipynb #88bb7541
 def turn_off_accumulation():
-    "Undo `turn_on_accumulation`; when it is off already, do nothing"
+    "Undo `turn_on_accumulation`; do nothing if it is off already"
     on = getattr(defaults, 'accumulation', None)
     if not on: return
     del defaults.accumulation
-    if Learner.fit is on.fit: Learner.fit = on.fit.__wrapped__   # else it was wrapped once more; without settings ours does nothing
+    if Learner.fit is on.fit: Learner.fit = on.fit.__wrapped__   # if others wrapped it again, ours does nothing
 
 # %% ../nbs/patch.ipynb #540a936a
 @contextmanager
 @delegates(AccumulateStep)
 def accumulation(
-    n_step:int|Callable|None=None, # Micro-batches in a window, or a function `pct -> int`; give this or `n_samples`
+    n_step:int|Callable|None=None, # Micro-batches in a window: a number, or a schedule `pct -> int`
     **kwargs
 ):
-    "`turn_on_accumulation` for the length of a `with` block; then back to what was before"
+    "Accumulate in a `with` block, then go back to the earlier setting"
     before,block = getattr(defaults, 'accumulation', None),SimpleNamespace(is_open=True)
     block.before = before
     turn_on_accumulation(n_step, **kwargs)
@@ -77,10 +58,31 @@ def accumulation(
     try: yield
     finally:
         block.is_open,on = False,getattr(defaults, 'accumulation', None)
-        if on is None or on.block is block: _restore(before)   # else a block that began later is still open
+        if on is None or on.block is block: _restore(before)   # otherwise a block that began later is still open
 
 def _restore(on):
-    "Put on what was on before a block; that may have been a block that has ended since"
+    "Go back to `on`, the setting before a block; skip settings of blocks that have ended since"
     while on and getattr(on, 'block', None) and not on.block.is_open: on = on.block.before
     if on: _put_on(on)
     else:  turn_off_accumulation()
+
+# %% ../nbs/patch.ipynb #bdf660df
+def _has_own(cbs): return any(is_a(o, 'AccumulateStep') for o in cbs)   # by name, for reloaded modules
+
+# %% ../nbs/patch.ipynb #4a542cb5
+class _OfOneFit(AccumulateStep):
+    "The `AccumulateStep` of one fit; after the fit it is not copied or saved with the learner"
+    def __reduce_ex__(self, protocol): return super().__reduce_ex__(protocol) if self.learn else (type(None),())
+
+# %% ../nbs/patch.ipynb #48a27287
+def _accumulating(fit):
+    "Wrap `fit` so that it adds an `AccumulateStep` with the settings in `defaults.accumulation`"
+    @wraps(fit)
+    def _fit(self, n_epoch, lr=None, wd=None, cbs=None, *args, **kwargs):
+        on,cbs = getattr(defaults, 'accumulation', None),L(cbs)
+        if not on or _has_own(self.cbs+cbs): return fit(self, n_epoch, lr, wd, cbs, *args, **kwargs)
+        acc = _OfOneFit(**on.settings)
+        try: return fit(self, n_epoch, lr, wd, cbs+[acc], *args, **kwargs)
+        finally:
+            if 'counts' in vars(acc): self.accumulate_step = acc   # fastai has removed it; keep it for its counts
+    return _fit
