@@ -95,7 +95,8 @@ def wide_tables(page):
         if (innerWidth > 1000 && scrolls) found.push('scrolls on a wide screen')
         for (const c of o.querySelectorAll('td, th')) {
             const {width} = c.getBoundingClientRect(), text = c.innerText
-            if (width > innerWidth-20 || width < 70 && text.length > 40) found.push(`has ${width} pixels for: ${text}`)
+            const tooNarrow = width > 0 && width < 70 && text.length > 40   // 0: it is not shown
+            if (width > innerWidth-20 || tooNarrow) found.push(`has ${width} pixels for: ${text}`)
         }
         return found.map(f => o.innerText.slice(0, 40).replace(/\\s+/g, ' ') + '… ' + f)
     })""")
