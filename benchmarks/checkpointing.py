@@ -4,8 +4,8 @@
     python benchmarks/checkpointing.py --save     # and write it to benchmarks/results/checkpointing.json, which the docs show
     python benchmarks/checkpointing.py --pairs 2  # a quick look
 
-Memory is exact: every allocation of one training step, at its peak. Parameters and buffers are added to it, the same for all; a second column adds gradients and
-the state of Adam too, which are as large as they are without. What `OffloadActivations` keeps on the host is not counted, as on a GPU it would not be.
+Memory is the exact peak of all allocations of one training step. The first column adds the parameters and buffers, and the second one also adds the gradients and
+the state of Adam: neither way changes the size of these. What `OffloadActivations` keeps in the memory of the host is not counted, as it would not be on a GPU.
 """
 import argparse,warnings
 from functools import partial

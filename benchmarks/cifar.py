@@ -26,12 +26,12 @@ class Residual(nn.Module):
     def forward(self, x): return F.relu(self.convs(x)+self.shortcut(x))
 
 def resnet(w=16):
-    "Seven convolutions of 3 × 3 with batch norm, two more of 1 × 1"
+    "A residual network: seven convolutions of 3 × 3 and two of 1 × 1, each with batch norm"
     return nn.Sequential(*conv(3, w, stride=2), nn.ReLU(), Residual(w, w), Residual(w, 2*w, 2), Residual(2*w, 4*w, 2),
                          nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4*w, 10))
 
 def no_norm(model):
-    "Without normalisation, and without its biases; the last convolution of each block begins at zero, so that a block begins as its shortcut"
+    "`model` without batch norm. The last convolution of each block begins at zero, so that at first the block does nothing but its shortcut"
     for m in list(model.modules()):
         if isinstance(m, nn.Conv2d): nn.init.kaiming_normal_(m.weight)
         for name,child in m._modules.items():
@@ -41,12 +41,12 @@ def no_norm(model):
     return model
 
 class LateSchedule(Callback):
-    "The schedule of a window of 4 whose points are those of its last micro-batch, as where a callback counts micro-batches: each step 3/4 of a step further on"
+    "A schedule that counts micro-batches in windows of 4: each step gets the value of its last micro-batch, which is 3/4 of a step too late"
     order,run_valid = ParamScheduler.order-1,False
     def before_batch(self): self.learn.pct_train += .75/(self.n_iter*self.n_epoch)
     def after_batch(self): self.learn.pct_train -= .75/(self.n_iter*self.n_epoch)
 
-# What each is trained with. The first is what the others are compared with
+# How each run is trained. The others are compared with the first
 arms = {
     '32':                         dict(bs=32),
     '8 × 4':                      dict(bs=8, cbs=lambda: AccumulateStep(4)),
@@ -92,7 +92,7 @@ class Smooth64(AvgSmoothLoss):
     def reset(self): self.count,self.val = 0,torch.zeros((), dtype=torch.float64)
 
 def train(data, seed, bs, cbs=None, change=noop, drop_last=False, fit=Learner.fit_one_cycle, body=None):
-    "Train from `seed`, or from the weights of a `body` with the order of that seed, and return the learner"
+    "Return a learner that was trained from `seed`. If `body` is given, training starts from its weights, and `seed` decides the order only"
     set_seed(seed)
     train,test = (list(zip(*o)) for o in data)
     dls = DataLoaders(DataLoader(train, bs=bs, shuffle=True, drop_last=drop_last), DataLoader(test, bs=500))
@@ -106,14 +106,14 @@ def train(data, seed, bs, cbs=None, change=noop, drop_last=False, fit=Learner.fi
     return learn
 
 def figures(learn):
-    "The share of the test images that are wrong, the mean loss, and all weights in a row"
+    "The share of test images with a wrong prediction, the mean loss, and all weights in one vector"
     loss,acc = learn.validate()
     return dict(error=1-acc, loss=loss, weights=torch.cat([p.detach().flatten() for p in learn.model.parameters()]).double())
 
 def classes(data, keep): return [(x[m],y[m]) for x,y in data for m in [torch.isin(y, torch.tensor(keep))]]
 
 def one(folder, kind, name, seed):
-    "The figures of one training, or of all those that go on from one"
+    "The figures of one training, or of all trainings that start from its weights"
     torch.set_num_threads(1)
     print(f'seed {seed}: {name or kind}', file=sys.stderr)
     data = cifar(folder)
@@ -129,7 +129,7 @@ sames = {'8 × 4, momentum':'8 × 4', 'group norm, 8 × 4':'group norm, 32', 'no
          'exact, 8 × 4':'32', 'checkpointing':'32', 'float64, exact, 8 × 4':'float64, 32'}   # which runs should have the same weights
 
 def gather(todo, results):
-    "Error and loss of each seed, and how far the weights are from those of the runs that should have the same"
+    "The error and the loss for each seed; and for runs that should end with the same weights, how far apart the weights are"
     runs = {}
     for (kind,_,_),figs in zip(todo, results):
         for k,o in figs.items(): runs.setdefault(kind, {}).setdefault(k, []).append(o)
@@ -137,14 +137,14 @@ def gather(todo, results):
     return {kind:{k:{f:[o[f] for o in os] for f in ('error','loss')} for k,os in figs.items()} for kind,figs in runs.items()},same
 
 def own_base(name):
-    "What an arm is compared with: itself in batches of 32, or else batch norm in batches of 32"
+    "The run that `name` is compared with: the same in batches of 32, or batch norm in batches of 32"
     return name.replace('exact, ','').split('8 × 4')[0]+'32' if '8 × 4' in name else '32'
 
 if __name__=='__main__':
     p = argparse.ArgumentParser()
     p.add_argument('--data', type=Path); p.add_argument('--save', action='store_true')
     p.add_argument('--seeds', type=int, default=10); p.add_argument('--workers', type=int, default=os.cpu_count())
-    p.add_argument('--kinds', nargs='*', default=list(kinds), choices=list(kinds), help='run these alone; with --save, the figures of the others stay')
+    p.add_argument('--kinds', nargs='*', default=list(kinds), choices=list(kinds), help='run only these; with --save, the saved figures of the others stay')
     args = p.parse_args()
     print(machine())
     cifar(args.data)   # download once

@@ -11,8 +11,8 @@ class NoValid(Callback):
     def before_validate(self): raise CancelValidException
 
 def keep_memory():
-    """Start the script again with a C library that keeps the memory that is freed, as PyTorch does on a GPU. Otherwise large blocks go back to the system, and
-    the page faults of getting them again can take as long as the training."""
+    """Start the script again with a C library that keeps freed memory for itself, as PyTorch does on a GPU. Otherwise it returns large blocks to the system, and
+    getting them back can take as long as the training."""
     if os.environ.get('MALLOC_MMAP_MAX_')!='0':
         os.execve(sys.executable, [sys.executable,*sys.argv], {**os.environ, 'MALLOC_MMAP_MAX_':'0', 'MALLOC_TRIM_THRESHOLD_':str(10**11)})
 
@@ -27,7 +27,7 @@ def machine():
 
 @contextmanager
 def quiet():
-    "Without what the profiler of some versions writes to the file of standard error, past Python"
+    "Hide what the profiler of some versions of PyTorch writes to standard error"
     sys.stderr.flush()
     kept = os.dup(2)
     with open(os.devnull, 'w') as null: os.dup2(null.fileno(), 2)
@@ -35,7 +35,7 @@ def quiet():
     finally: os.dup2(kept, 2); os.close(kept)
 
 def peak_bytes(f):
-    "Largest number of bytes that are allocated at once while `f` runs, above what was there before: counted from every allocation, not sampled"
+    "The peak of the bytes that `f` allocates, on top of what was there before. Every allocation is counted; nothing is sampled"
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize(); torch.cuda.reset_peak_memory_stats()
@@ -50,8 +50,8 @@ def peak_bytes(f):
 
 @contextmanager
 def apart():
-    """On a machine without a GPU, let `Host` copy as on one, into memory of NumPy's, which `peak_bytes` does not count: it counts what a device would hold.
-    On a GPU nothing changes."""
+    """Without a GPU, let `Host` copy to memory of NumPy, as it copies to the host on a GPU. `peak_bytes` does not count this memory, so it counts what a GPU
+    would hold. With a GPU, nothing changes."""
     import numpy as np
     from fastai_accum.offload import Host
     def room(self, t):
@@ -63,14 +63,14 @@ def apart():
     finally: Host.here,Host.room = was
 
 def held_bytes(learn):
-    "Bytes of the parameters and buffers, and of the gradients and the state of the optimizer"
+    "Two numbers of bytes: of the parameters and buffers, and of the gradients and the state of the optimizer"
     n = lambda ts: sum(t.numel()*t.element_size() for t in ts if torch.is_tensor(t))
     ps = list(learn.model.parameters())
     state = [v for pg in learn.opt.param_lists for p in pg for v in learn.opt.state[p].values()]
     return n([*ps, *learn.model.buffers()]),n([*(p.grad for p in ps), *state])
 
 def paired(a, b, n=20):
-    "Median of the ratios of `n` interleaved pairs of runs, `a` over `b`, with the half-width of its 95 % interval (order statistics)"
+    "Run `a` and `b` in turn, `n` times, and return the median of the ratios `a`/`b`, and half the width of its 95 % interval (order statistics)"
     rs = []
     for i in range(n):
         ts = {}
@@ -118,8 +118,8 @@ def mnist(folder=None):
     return torch.tensor(x[order]).float()/255,torch.tensor(y[order].astype(int))
 
 def cifar(folder=None):
-    """1,000 images of each class of CIFAR-10 to train on and 200 to test, as 3 × 32 × 32 floats around 0, and their classes. `folder` holds `train` and
-    `test`, with a folder for each class."""
+    """Images of CIFAR-10 as 3 × 32 × 32 floats around 0, and their classes: of each class 1,000 to train on and 200 to test. `folder` holds `train` and
+    `test`, each with a folder for each class."""
     import numpy as np
     from PIL import Image
     if folder is None:

@@ -3,8 +3,8 @@
     python benchmarks/distributed.py           # print the table, about two minutes
     python benchmarks/distributed.py --save    # and write it to benchmarks/results/distributed.json, which the page shows
 
-As root on Linux the processes are put into network namespaces of their own, whose link lets 200 Mbit a second through (`tc`); otherwise they use loopback
-as it is, and the table says so."""
+If you are root on Linux, each process gets a network namespace of its own, and the link between them carries 200 Mbit a second (`tc`). Otherwise the
+processes use the loopback device as it is, and the table says so."""
 import argparse,os,pickle,socket,statistics,subprocess,sys,tempfile,time,warnings
 from common import *
 warnings.filterwarnings('ignore')
@@ -36,7 +36,7 @@ def learner(n_step, cb):
     return Learner(dls, model, nn.CrossEntropyLoss(), SGD, 1e-3, trainable_params, cbs=cbs, default_cbs=False)
 
 def measure(n_step, pairs):
-    "Seconds and gradient bytes of a window, (fastai's, ours), in `pairs` interleaved epochs"
+    "The seconds and the gradient bytes of a window, for fastai's callback and for ours, whose epochs take turns `pairs` times"
     learns = learner(n_step, GradientAccumulation(BS*n_step)),learner(n_step, AccumulateStep(n_step))
     for l in learns: l.fit(1); l.model.sent = 0
     secs = [[],[]]
@@ -57,7 +57,7 @@ def worker(rank, address, port, pairs, out):
 def sh(s, check=True): return subprocess.run(s.split(), check=check, capture_output=True).returncode==0
 
 def slow_link():
-    "Two network namespaces with a slow link between them, if we may: whether they are there"
+    "Make two network namespaces with a slow link between them, and say whether we were allowed to"
     try:
         for i in 0,1: sh(f'ip netns add fa{i}')
         sh('ip link add fav0 netns fa0 type veth peer name fav1 netns fa1')
@@ -71,7 +71,7 @@ def no_link():
     for i in 0,1: sh(f'ip netns del fa{i}', check=False)
 
 def run(pairs):
-    "Start both processes; their results, and the link they had"
+    "Start both processes, and return their results and the link that they used"
     try: slow = slow_link()
     except FileNotFoundError: slow = False
     with socket.socket() as s: s.bind(('127.0.0.1', 0)); port = s.getsockname()[1]

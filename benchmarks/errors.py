@@ -14,7 +14,7 @@ from harness import *
 from test_field_notes import PerToken,grad_error,learner,losses,once,run
 
 class FastxtendRules(Callback):
-    """The rules of fastxtend 0.1's `GradientAccumulation(accum_bs)` with its default `drop_last=True`, written anew.
+    """The rules of fastxtend 0.1's `GradientAccumulation(accum_bs)` with its default `drop_last=True`, reimplemented.
 
     - A window is a multiple of the loader's batch size.
     - Each micro-batch counts by its share of `accum_bs` samples.
@@ -58,7 +58,7 @@ def gradient(learn, big, step=0):
     return grad_error(learn, big, step) if learn.spy.steps else 'no step'
 
 def after(then, bs=64):
-    "Error of the first step of what `then` does after a fit, from the same weights, in batches of `bs`"
+    "Error of the first step of `then`, which runs after a fit, from the same weights and in batches of `bs`"
     def case(acc):
         a,b = learner(208, 8, acc(64)),learner(208, bs)
         with tempfile.TemporaryDirectory() as d:
@@ -84,7 +84,7 @@ def frozen(acc):
     return f'{max(((p-o).norm()/o.norm()).item() for p,o in zip(learn.model[0].parameters(), old)):.2%}'
 
 def uneven(name):
-    "Two windows of 32 samples of a case in the tests, which have one window"
+    "A case of the tests, with two windows of 32 samples instead of one"
     def case(acc):
         _,loss,y,*n = losses[name]
         def train(bs, cb=None):
@@ -145,7 +145,7 @@ def lr_find(acc):
     return len(learn.spy.steps)
 
 def cancelled(acc):
-    "How many losses a plain fit of 5 steps records after a fit that was cancelled in a window"
+    "The number of losses that a plain fit of 5 steps records, after an earlier fit was cancelled in the middle of a window"
     learn = learner(80, 16, acc(64))
     def stop(cb):
         if cb.iter==1: raise CancelFitException

@@ -14,7 +14,7 @@ from fastai.callback.progress import ProgressCallback
 from fastai_accum.microbatch import MicroBatch
 from overhead import conv_net
 
-BS,SLICES,FITS = 64,(32,16,8,4,2,1),16   # batch, slices, and what is said to fit for `auto`
+BS,SLICES,FITS = 64,(32,16,8,4,2,1),16   # batch, slices, and the largest slice that fits when `auto` is measured
 
 class Transformer(nn.Module):
     "A small transformer that classifies sequences of 96 vectors"
@@ -31,7 +31,7 @@ class Limited(nn.Module):
         if len(x)>FITS: raise RuntimeError('out of memory, as on a small GPU')
         return self.model(x)
 
-nets = dict(convolutional=(conv_net, (3,96,96)), transformer=(Transformer, (96,192)))   # a sample takes 15 ms or more: where memory is short, time is too
+nets = dict(convolutional=(conv_net, (3,96,96)), transformer=(Transformer, (96,192)))   # a sample takes 15 ms or more, as is usual where memory is short
 
 def learner(net, cbs=None, bs=BS, n=1, wrap=noop):
     make,shape = nets[net]
@@ -44,7 +44,7 @@ def learner(net, cbs=None, bs=BS, n=1, wrap=noop):
     return learn
 
 def by_hand(learn, bs):
-    "One epoch of the loop that one would write, with the same optimizer and loader"
+    "One epoch of a plain loop, as you would write it by hand, with the same optimizer and loader"
     model,opt,loss_func = learn.model.train(),learn.opt,learn.loss_func
     def f():
         for x,y in learn.dls.train:
@@ -53,7 +53,7 @@ def by_hand(learn, bs):
     return f
 
 def epoch(learn):
-    "A function that trains an epoch; once already, so that everything is there"
+    "A function that trains an epoch. It has run once, so that the clock does not see what only the first epoch does"
     learn.fit(1)
     return partial(learn.fit, 1)
 
@@ -72,10 +72,10 @@ def costs(net, pairs):
     return rows
 
 def auto(net, pairs):
-    "Throughput after the first ten batches, over that of the best slice picked by hand among those that fit"
+    "Samples per second of `auto` after its first ten batches, divided by those of the best slice that fits, picked by hand"
     first = learner(net, MicroBatch(), n=10, wrap=Limited)
     first.fit(1)
-    first.dls = learner(net).dls   # fewer batches, for the clock
+    first.dls = learner(net).dls   # fewer batches, so that it takes less time
     found = partial(first.fit, 1)
     picked = {bs:epoch(learner(net, MicroBatch(bs), wrap=Limited)) for bs in SLICES if 4<=bs<=FITS}
     best = min(picked, key=lambda bs: min(clock(picked[bs]) for _ in range(3)))

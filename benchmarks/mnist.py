@@ -14,7 +14,7 @@ from fastai_accum.core import AccumulateStep
 EPOCHS,LR,LRS = 4,1e-2,(1e-2,1e-1,5e-1)   # `fit(4)`; plain SGD
 
 def learner(xy, bs, n_step=1, seed=0, lr=LR):
-    "A network without batch norm and without dropout, on 8,000 images; 2,000 to validate"
+    "A network without batch norm and without dropout; 8,000 images to train on, and 2,000 to validate"
     set_seed(seed)
     x,y = xy
     items = list(zip(x, y))
@@ -32,7 +32,7 @@ def run(xy, **kwargs):
     return dict(loss=loss, acc=acc, seconds=t, weights=torch.cat([p.detach().flatten() for p in learn.model.parameters()]).double())
 
 def compare(xy, seeds, a, b):
-    "Runs with the settings `a` and `b`, interleaved, from the same seeds"
+    "Train with the settings `a` and `b` in turn, from the same seeds"
     pairs = []
     for i in range(seeds):
         ra,rb = [run(xy, seed=i, **o) for o in ((a,b) if i%2 else (b,a))][::1 if i%2 else -1]

@@ -1,4 +1,4 @@
-"""What `NoiseScale` costs: time of an epoch with it over that of accumulating without, as medians of paired, interleaved ratios, and exact peak memory.
+"""What `NoiseScale` costs: the time of an epoch with it over the time without it (the median of the ratios of runs that take turns), and exact peak memory.
 
     python benchmarks/noise.py            # print the table, about five minutes on two cores
     python benchmarks/noise.py --save     # and write it to benchmarks/results/noise.json
@@ -22,7 +22,7 @@ def conv_net():
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128,10))
 
 def linear_net():
-    "Four million parameters that 16 samples go through once: as many passes over gradients as a network can ask for"
+    "Four million parameters, and few samples: most of the time goes into passes over the gradients, so this is the worst case"
     return nn.Sequential(nn.Flatten(), nn.Linear(3072,1024), nn.ReLU(), nn.Linear(1024,1024), nn.ReLU(), nn.Linear(1024,10))
 
 nets = dict(conv=(conv_net, 16), linear=(linear_net, 48))   # network, micro-batches in an epoch

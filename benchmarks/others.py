@@ -1,4 +1,5 @@
-"""The same model and texts with Accelerate, Lightning and the Hugging Face Trainer, each as its documentation says, and here: how far is each gradient from that of the large batch?
+"""Train the same model on the same texts with Accelerate, Lightning and the Hugging Face Trainer, each as its documentation says, and with fastai_accum.
+How far is each gradient from that of the large batch?
 
     python benchmarks/others.py           # print the tables, a minute on two cores
     python benchmarks/others.py --save    # and write the figures to benchmarks/results/others.json, which the docs show
@@ -19,7 +20,7 @@ N_STEP,BS,VOCAB = 4,4,50
 for name in 'lightning.pytorch','transformers': logging.getLogger(name).setLevel(logging.ERROR)
 
 def texts(n, uneven):
-    "`n` micro-batches of texts of 16 tokens; if `uneven` some are shorter, and the labels of what pads them are -100"
+    "`n` micro-batches of texts of 16 tokens. If `uneven`, some texts are shorter, and the labels of their padding are -100"
     g = torch.Generator().manual_seed(0)
     res = []
     for i in range(n):
@@ -40,7 +41,7 @@ def loss_of(logits, labels, reduction='mean'):
 def run(m, b): return m(input_ids=b['input_ids']).logits
 
 class Noting(torch.optim.SGD):
-    "Notes the gradients and the time at each step, and stays where it is"
+    "An optimizer that notes the gradients and the time at each step, and does not move the weights"
     def __init__(self, params, lr=0., **kwargs): super().__init__(params, lr=0.); self.seen,self.times = [],[]
     def step(self, closure=None):
         if closure is not None:
@@ -59,7 +60,7 @@ def large(batches):
     return res
 
 def by_hand(batches):
-    "The loop that is copied most"
+    "A plain loop, as most tutorials show it"
     m = model()
     note = Noting(m.parameters())
     for i,b in enumerate(batches):
@@ -121,7 +122,7 @@ def lightnings(batches):
 def trainer(batches, **kwargs):
     "`gradient_accumulation_steps`, with the loss that transformers has for the model"
     class Ordered(Trainer):
-        "In the order of the texts, which it would shuffle"
+        "Keep the order of the texts, which the Trainer would shuffle"
         def _get_train_sampler(self, *args): return torch.utils.data.SequentialSampler(self.train_dataset)
         def log(self, *args, **kwargs): pass
     m = model()
@@ -142,7 +143,7 @@ systems = {'AccumulateStep':here, 'plain fastai':plain, 'a loop by hand':by_hand
            'Trainer':trainer, 'Trainer, compute_loss_func':trainer_own_loss}
 
 def error(note, ref):
-    "The largest relative error of a gradient, over the steps; None if the steps are others than those of the large batch"
+    "The largest relative error of a gradient over all steps, or None if the number of steps is not that of the large batch"
     return None if len(note.seen)!=len(ref) else max(((a-b).norm()/b.norm()).item() for a,b in zip(note.seen, ref))
 
 def per_window(f, batches):

@@ -1,4 +1,4 @@
-"""What `AccumulateStep` costs: time as medians of paired, interleaved ratios, exact peak memory of a training step, and the time to import.
+"""What `AccumulateStep` costs: time (the median of the ratios of runs that take turns), exact peak memory of a training step, and the time to import.
 
     python benchmarks/overhead.py            # print the tables, about ten minutes on two cores
     python benchmarks/overhead.py --save     # and write them to benchmarks/results/overhead.json, which the README shows
@@ -16,7 +16,7 @@ from fastai_accum.core import AccumulateStep
 BS,N_STEP = 16,4
 
 def conv_net():
-    "A small convolutional network, whose forward and backward take more than 30 ms for 16 images of 3 × 32 × 32 on two cores"
+    "A small convolutional network. Forward and backward pass take more than 30 ms for 16 images of 3 × 32 × 32 on two cores"
     layers = []
     for i,o in (3,32),(32,64),(64,128),(128,128): layers += [nn.Conv2d(i, o, 3, padding=1), nn.ReLU(), *([nn.MaxPool2d(2)] if o>32 else [])]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128,10))
@@ -38,7 +38,7 @@ def learner(net, cbs=None, opt_func=partial(SGD, mom=.9)):
     return learn
 
 def by_hand(learn):
-    "One epoch of the loop that one would write, with the same optimizer, loader and rule for the tail"
+    "One epoch of a plain loop, as you would write it by hand, with the same optimizer, loader and rule for the tail"
     model,opt,loss_func,dl = learn.model.train(),learn.opt,learn.loss_func,learn.dls.train
     def f():
         n,last = 0,len(dl)-1

@@ -4,9 +4,9 @@
     python benchmarks/wholebatch.py --save     # and write them to benchmarks/results/wholebatch.json, which the docs show
     python benchmarks/wholebatch.py --pairs 2 --quick   # ResNet-50 at 64 pixels only
 
-Memory is what a training step allocates at its peak, with the gradients allocated before: counted from every allocation, not sampled. What `exact` and
-`OffloadActivations` copy to the host is counted apart, in the column "on the host": without a GPU, `apart` of common.py has them copy as with one, into memory
-that does not count as the device's.
+Memory is the peak of what a training step allocates. Every allocation is counted; gradients are allocated before the step and so do not count.
+What `exact` and `OffloadActivations` copy to the host is counted separately, in the column "on the host". Without a GPU, `apart` in common.py lets them
+copy all the same, to memory that does not count as the device's.
 """
 import argparse,contextlib,io,warnings,weakref
 from functools import partial
@@ -33,12 +33,12 @@ def learner(net, px, way, bs=8):
     dls = DataLoaders(DataLoader(batches, bs=None), DataLoader(batches, bs=None), device=device)
     learn = Learner(dls, nets[net](px).to(device), loss_func=nn.CrossEntropyLoss(), opt_func=partial(SGD, mom=.9), lr=1e-3, cbs=[NoValid()]+L(ways[way](bs)))
     learn.remove_cb(ProgressCallback); learn.logger = noop
-    with contextlib.redirect_stdout(io.StringIO()): learn.fit(1)   # so that everything is there
+    with contextlib.redirect_stdout(io.StringIO()): learn.fit(1)   # the first epoch allocates what stays
     return learn
 
 @contextmanager
 def counting(host):
-    "Count the bytes that are on the host at a time, at their peak"
+    "Count the peak of the bytes that are on the host"
     put,now = Host.room,[0]
     def room(self, t):
         res = put(self, t)
@@ -59,7 +59,7 @@ def memory(net, px, way, bs=8):
 def costs(net, px, pairs, large):
     plain,rows = learner(net, px, 'the large batch'),[]
     for way in list(ways)[1:]:
-        if way=='coupled' and (net,px)!=README: continue   # what it costs is in microbatch.py
+        if way=='coupled' and (net,px)!=README: continue   # microbatch.py measures this in more cases
         n,host = memory(net, px, way)
         learn = learner(net, px, way)
         t,pm = paired(partial(clock, partial(learn.fit, 1)), partial(clock, partial(plain.fit, 1)), pairs)
