@@ -153,7 +153,7 @@ def test_remedies(case):
     "What is named is written down and checked again; only what is left to the reader is not"
     learn = cases[case][0]()
     causes = learn.check_accumulation().causes
-    lines = [o.remedy.split(', with the large')[0].split(' in place of')[0].split('; or')[0] for o in causes]
+    lines = [o.remedy.split(', with the large')[0].split(' instead of')[0].split('; or')[0] for o in causes]
     assert all(o.startswith(('MicroBatch','AccumulateStep')) for o in lines), lines
     lines = [o for o in lines if 'exact' in o][:1] or [o for o in lines if 'coupled' in o][:1] or lines
     new = eval(lines[0])
@@ -364,10 +364,10 @@ def test_settings_that_cannot_work():
 def test_shown():
     check = learner(net(nn.BatchNorm1d(5)), loss_func=lambda p,y: masked(p, y)).check_accumulation()
     text,html = repr(check),check._repr_html_()
-    assert 'differs from that of the large batch' in text and 'batch norm' in text and '-> MicroBatch(bs=8, exact=True)' in text and '4 samples' in text
+    assert 'do not give the same gradient as the large batch' in text and 'batch norm' in text and '-> MicroBatch(bs=8, exact=True)' in text and '4 samples' in text
     assert html.count('<tr>')==3 and '&lt;lambda&gt;' in html and 'color' not in html
     text = repr(learner().check_accumulation())
-    assert 'is that of the large batch' in text and 'Compared: one step on 4 samples' in text and 'AccumulateStep(n_step=2), because the learner does not accumulate yet' in text
+    assert 'The micro-batches give the same gradient as the large batch' in text and 'Compared: one step on 4 samples' in text and 'AccumulateStep(n_step=2), because the learner does not accumulate yet' in text
 
 def test_left_out():
     "What cannot be copied is left out, and named"
@@ -558,7 +558,7 @@ def test_rounding_is_no_cause():
     "Thirty batch norms in a row make of the last digit what a cause makes"
     deep = nn.Sequential(*(m for _ in range(30) for m in (nn.Linear(6,6), nn.BatchNorm1d(6), nn.ReLU())), nn.Linear(6,3)).double()
     check = learner(deep, cbs=MicroBatch(4, exact=True)).check_accumulation()
-    assert not check.causes and check.error>1e-13
+    assert not check.causes and check.error>1e-14   # how much is left of it depends on the processor
 
 def test_clip_beside_another_cause():
     class Clip(Callback):
