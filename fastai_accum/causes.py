@@ -1,4 +1,4 @@
-"""How the check finds causes, and tests each remedy before it names it
+"""How `check_accumulation` finds causes, and tests each remedy before it names it
 
 Docs: https://fastai-accum.github.io/fastai_accum/causes.html.md"""
 
@@ -22,27 +22,31 @@ from .windows import batch_size
 _kinds = 'batch norm','dropout','loss'
 
 def _has_rows(pred, n):
-    "Whether a plain mean over `n` samples can be made of a prediction"
+    "Whether a prediction has a row for each of `n` samples, so that their plain mean can be computed"
     return all(o.ndim and len(o)==n for _,o in leaves(pred) if isinstance(o, Tensor) and o.is_floating_point())
 
 @patch
 def check(self:Bench):
-    "The result"
+    "The result of `check_accumulation`"
     every = frozenset([*_kinds,*self.suspects])
     self.choose()
     grads,self.keeps_loss = self.large(every).grads,not _has_rows(self.large(every).pred, self.n)
     if not any(g is not None and g.any() for g in grads):
-        raise ValueError(f"check_accumulation: the gradient of {self.n} samples at once is zero, so there is nothing to compare; "
-                         "see whether the loss depends on the parameters there")
+        raise ValueError(f"check_accumulation: the gradient of {self.n} samples is zero, so there is nothing to compare"
+                         "; check that the loss depends on the parameters")
     if not all(g is None or g.isfinite().all() for g in grads):
-        raise ValueError(f"check_accumulation: the gradient of {self.n} samples at once is not finite; find out why first")
+        raise ValueError(f"check_accumulation: the gradient of {self.n} samples is not finite (NaN or infinite); "
+                         "fix this first")
     above = self.error(every)>tol
     err = self.raw
     causes = self.causes(every) if above else []
-    own = 'with ' + ' and '.join(map(_line, self.windows())) + ('' if self.is_own else ', because the learner does not accumulate yet')
-    what = (f"Compared: one step on {self.n} samples of the first training batch, in one batch and in micro-batches of {self.size} "
-            f"{own}; {_name(self.learn.loss_func)}, in float64 on {self.device.type}")
-    if self.rounding>tol: what += f'. Rounding alone makes {self.rounding:.0e} of these samples; pass a larger bs for less'
+    own = ' and '.join(map(_line, self.windows()))
+    if not self.is_own: own += ', because the learner does not accumulate yet'
+    what = (f"Compared: one step on {self.n} samples of the first training batch, all at once and in micro-batches of "
+            f"{self.size}, with {own}. The loss is {_name(self.learn.loss_func)}. "
+            f"Everything runs in float64 on {self.device.type}")
+    if self.rounding>tol:
+        what += f'. Rounding alone makes an error of {self.rounding:.0e}; with a larger bs it is smaller'
     return Check(err, causes, what, self.left_out)
 
 def _line(cb): return re.sub(r'<function (\S+) at \w+>', r'\1', repr(cb))
@@ -54,9 +58,9 @@ def _name(loss_func):
 # %% ../nbs/causes.ipynb #5387c426
 @patch
 def causes(self:Bench, every):
-    "What of the suspects makes an error alone, the others out of action"
+    "A `Cause` for each suspect that makes an error while all others are switched off"
     self.keep_needed(every)
-    rest = self.error([])   # with all of them out of action
+    rest = self.error([])   # all of them are off
     res = [self.explained('unknown', rest)] if rest>tol else []
     seen,loss = self.large(every),0.
     there = {'batch norm':seen.norms, 'dropout':seen.draws, 'loss':not self.keeps_loss}
@@ -66,13 +70,13 @@ def causes(self:Bench, every):
         if k=='loss': loss = e
     for o in self.suspects:
         e = self.error([o])
-        if e<=tol and loss<=tol: e = self.error(['loss',o])   # it may depend on the size of the gradient
+        if e<=tol and loss<=tol: e = self.error(['loss',o])   # its effect may depend on the size of the gradient
         if e>tol and (rest<=tol or abs(e-rest)>1e-6*rest): res.append(self.explained(o, e))
     return self.one_line(sorted(res or [self.together(every)], key=lambda o: o.kind=='unknown'), every)
 
 @patch
 def keep_needed(self:Bench, every):
-    "Callbacks without which the learner does not run are no suspects"
+    "Take callbacks off the list of suspects if the learner does not run without them"
     def runs(on):
         try: self.large(frozenset(on)); return True
         except Exception: return False
@@ -80,19 +84,20 @@ def keep_needed(self:Bench, every):
     def sees(*cbs): seen = self.large(frozenset([*_kinds,*cbs])); return seen.norms,seen.draws
     try:
         none = sees()
-        self.suspects = [o for o in self.suspects if sees(o)==none]   # others switch modules off, as `BatchNormEval` does
-    except Exception: self.suspects = []   # they need each other, and are not told apart
+        # the others switch modules off, as `BatchNormEval` does
+        self.suspects = [o for o in self.suspects if sees(o)==none]
+    except Exception: self.suspects = []   # they need each other, so they cannot be tested one by one
 
 @patch
 def is_one(self:Bench, kind):
-    "Whether a suspect is a cause, where something unknown is another one"
+    "Whether a suspect is a cause, if there is also an unknown cause"
     seen = self.large(frozenset([kind]))
     if kind=='loss': return self.fits(seen, self.weigh(seen)) is False
     return bool(seen.norms if kind=='batch norm' else seen.draws) and not getattr(self.cut, 'exact', False)
 
 @patch
 def together(self:Bench, every):
-    "None makes an error alone: the one with which it comes"
+    "If no suspect makes an error alone: switch on one after the other, and take the first that brings the error"
     on = []
     for k in [*_kinds, *self.suspects]:
         on.append(k)
@@ -100,9 +105,12 @@ def together(self:Bench, every):
     return self.explained('unknown', self.error(every))
 
 # %% ../nbs/causes.ipynb #7f843279
+def _leaf(o):
+    return o.detach().clone().requires_grad_() if isinstance(o, Tensor) and o.is_floating_point() else o
+
 def _gradient(f, pred, yb):
-    "The gradient of the loss `f` at the predictions, a row for each sample"
-    pred = tree_map(lambda o: o.detach().clone().requires_grad_() if isinstance(o, Tensor) and o.is_floating_point() else o, pred)
+    "The gradient of the loss `f` at the predictions, with one row for each sample"
+    pred = tree_map(_leaf, pred)
     xs = [o for _,o in leaves(pred) if isinstance(o, Tensor) and o.requires_grad]
     with torch.enable_grad(): gs = torch.autograd.grad(f(pred, *yb), xs, allow_unused=True)
     gs = [torch.zeros_like(x) if g is None else g for x,g in zip(xs, gs)]
@@ -110,7 +118,7 @@ def _gradient(f, pred, yb):
 
 @patch
 def cuts(self:Bench, seen):
-    "The gradient at the predictions of all samples, and for slices of one and of half of them: the slice, its gradient and the rows of all"
+    "The gradient of all samples, and for slices of one and of half: the slice, its gradient, its rows of the whole"
     f,b = seen.loss_func,(seen.pred,*seen.yb)
     whole = _gradient(f, seen.pred, seen.yb)
     for size in sorted({1, self.half}):
@@ -118,15 +126,17 @@ def cuts(self:Bench, seen):
         yield whole,[(o, _gradient(f, o[0], o[1:]), whole[k*size:(k+1)*size]) for k,o in enumerate(parts)]
 
 def _share(g, G):
-    "What the gradient `g` of a slice is to be multiplied by, to be as close as possible to its part `G` of that of the batch"
-    g = g.nan_to_num()   # a mean over nothing
+    "The factor that brings the gradient `g` of a slice closest to `G`, its rows of the whole batch's gradient"
+    g = g.nan_to_num()   # NaN: a mean over nothing
     return ((G*g).sum()/(g**2).sum().clamp(min=1e-300)).item()
 
-def _gap(whole, parts, ws): return max((g.nan_to_num()*w-G).norm() for w,(_,g,G) in zip(ws, parts))/whole.norm().clamp(min=1e-300)
+def _gap(whole, parts, ws):
+    "The largest difference between the slices' gradients, times their factors `ws`, and their rows of the whole"
+    return max((g.nan_to_num()*w-G).norm() for w,(_,g,G) in zip(ws, parts))/whole.norm().clamp(min=1e-300)
 
 @patch
 def fits(self:Bench, seen, weigh):
-    "Whether the loss is the mean of that of its slices, weighted by `weigh`; `None` if it cannot be told"
+    "Whether the loss is the mean of the slices' losses, weighted by `weigh`; `None` if it cannot be computed"
     try:
         for whole,parts in self.cuts(seen):
             ws = [float(weigh(*o)) for o,_,_ in parts]
@@ -136,7 +146,7 @@ def fits(self:Bench, seen, weigh):
 
 @patch
 def is_weighted(self:Bench, seen):
-    "Whether it is, for some weights"
+    "Whether the loss is a weighted mean of the slices' losses, for some weights"
     try:
         for whole,parts in self.cuts(seen):
             ws = [_share(g, G) for _,g,G in parts]
@@ -146,7 +156,7 @@ def is_weighted(self:Bench, seen):
 
 @patch
 def tells(self:Bench, seen, order):
-    "Whether half and half of the samples in this order show that the loss is not the mean"
+    "Whether two halves of the samples, in this order, show that the loss is not their mean"
     def pick(o): return o[order] if o.ndim else o
     some = SimpleNamespace(loss_func=seen.loss_func, pred=tree_map(pick, seen.pred), yb=tree_map(pick, seen.yb))
     try:
@@ -157,10 +167,10 @@ def tells(self:Bench, seen, order):
 
 @patch
 def choose(self:Bench):
-    "If the loss is not a mean over samples, take such that differ in their shares of it: with equal shares it would look like one"
+    "If the loss is not a mean over samples, take samples with unequal shares: with equal shares it would look like one"
     if self.split is not slices: return
     try: seen = self.train([self.drawn], [MicroBatch(self.n, coupled=True)], {'loss'}, at_pred=True)
-    except Exception: return   # without one of the callbacks it cannot be computed
+    except Exception: return   # the loss needs one of the callbacks
     self.all = seen
     if self.fits(seen, self.weigh(seen)) is not False: return
     shares = [_share(g, G) for _,g,G in next(self.cuts(seen))[1]]
@@ -172,17 +182,18 @@ def choose(self:Bench):
     self.take(tree_map(lambda o: o[order] if o.ndim else o, self.drawn))
 
 # %% ../nbs/causes.ipynb #1ac1d9c6
-_divisors = '({0}!=0).sum()','({0}>0).sum()','({0}>=0).sum()','({0}!=-100).sum()','(~{0}.isnan()).sum()','{0}.sum()','{0}.numel()'
+_divisors = ('({0}!=0).sum()', '({0}>0).sum()', '({0}>=0).sum()', '({0}!=-100).sum()',
+             '(~{0}.isnan()).sum()', '{0}.sum()', '{0}.numel()')
 
 @patch
 def weigh(self:Bench, seen):
-    "What the learner itself takes for the weight of a slice"
+    "The function with which the learner itself computes the weight of a slice"
     own = getattr(self.acc or self.cut, 'weight', None)
     return own or partial(loss_weight, seen.loss_func)
 
 @patch
 def weights(self:Bench, seen):
-    "Lines that say what the mean divides by: numbers of targets or predictions, or their sums"
+    "Lines of code that compute what the mean divides by: numbers of targets or predictions, or their sums"
     names = [k for k,o in [*leaves(seen.yb, 'yb'), *leaves(seen.pred, 'pred')] if isinstance(o, Tensor)]
     lines = [f'lambda pred, *yb: {o.format(k)}' for o in _divisors for k in names]
     return [o for o in lines if self.fits(seen, eval(o))]
@@ -190,7 +201,7 @@ def weights(self:Bench, seen):
 # %% ../nbs/causes.ipynb #81fabc01
 @patch
 def first_unlike(self:Bench):
-    "The first module whose outputs for slices are not those for the batch, though its inputs are"
+    "The first module whose inputs are the same in slices and in the whole batch, but whose outputs are not"
     from fastai_accum.rehearsal import _error
     def outputs(b):
         out = []
@@ -207,42 +218,47 @@ def first_unlike(self:Bench):
         return out
     def unlike(os, o, sizes):
         try: return _error(join(list(os), sizes), o)>1
-        except ValueError: return False   # it has no row for each sample
+        except ValueError: return False   # they do not have one row for each sample
     parts = self.split(self.batch, self.half)
     sizes = [self.n_of(o) for o in parts]
     for (name,kind,xs,o),*rest in zip(outputs(self.batch), *map(outputs, parts)):
         if not unlike([r[2] for r in rest], xs, sizes) and unlike([r[3] for r in rest], o, sizes): return name or kind
-    return type(self.model if type(self.learn) is Learner else self.learn).__name__   # a learner with methods of its own
+    # a subclass of `Learner` may have methods of its own
+    return type(self.model if type(self.learn) is Learner else self.learn).__name__
 
 # %% ../nbs/causes.ipynb #d7a42e5d
 @patch
 def whole(self:Bench, **kwargs):
-    "The way of a `MicroBatch` that shows the whole batch"
+    "The samples and the callback for a `MicroBatch` that computes on the whole batch"
     split = getattr(self.cut, 'split', None)
     return [self.batch],[MicroBatch(self.half, split=split, **kwargs)]
 
 @patch
 def works(self:Bench, on, way):
+    "Whether `way` is exact with what is `on` of the suspects"
     try: return self.error(on, way)<=tol
     except Exception: return False
 
 @patch
 def line(self:Bench, **kwargs):
-    bs,there = getattr(self.cut, 'bs', None),' in place of AccumulateStep' if self.is_own and self.acc else ''
+    "The line for a `MicroBatch` with these settings"
+    bs,instead = getattr(self.cut, 'bs', None),' instead of AccumulateStep' if self.is_own and self.acc else ''
     if not isinstance(bs, int): bs = batch_size(self.learn.dls.train) or self.half
-    return f"MicroBatch(bs={bs}, {', '.join(f'{k}={v}' for k,v in kwargs.items())}){there}, with the large batch from the loader"
+    settings = ', '.join(f'{k}={v}' for k,v in kwargs.items())
+    return f"MicroBatch(bs={bs}, {settings}){instead}, with the large batch size in the loader"
 
 @patch
 def own_line(self:Bench, **kwargs):
-    "The line for the callback of the learner, with other settings"
+    "The line for the learner's own callback, with other settings"
     o = anew(self.acc or self.cut)
     for k in kwargs: setattr(o, k, None)
-    return ', '.join([_line(o)[:-1], *(f'{k}={v}' for k,v in kwargs.items() if v is not None)]).replace('(, ', '(') + ')'
+    settings = [f'{k}={v}' for k,v in kwargs.items() if v is not None]
+    return ', '.join([_line(o)[:-1], *settings]).replace('(, ', '(') + ')'
 
 # %% ../nbs/causes.ipynb #2a8d7472
 @patch
 def explained(self:Bench, k, err):
-    "The cause that suspect `k` is, with a remedy that has been tried out"
+    "The `Cause` for suspect `k`, with a remedy that was tested"
     kind,seen = k if isinstance(k, str) else 'callback',self.large(frozenset([k] if k!='unknown' else []))
     if kind=='callback' and seen.changed: kind = 'augmentation'
     where = {'batch norm':seen.norms, 'dropout':seen.draws, 'loss':[_name(self.learn.loss_func)]}.get(kind)
@@ -253,34 +269,37 @@ def explained(self:Bench, k, err):
 def remedy(self:Bench, kind, on, seen):
     "The first line that works"
     if kind=='loss':
-        if getattr(self.acc, 'average', None) is not None and self.works(on, partial(self.own_with, average=None)): return self.own_line(average=None)
+        has_average = getattr(self.acc, 'average', None) is not None
+        if has_average and self.works(on, partial(self.own_with, average=None)): return self.own_line(average=None)
         seen = self.all or seen
         for o in self.weights(seen):
             if self.works(on, partial(self.own_with, weight=eval(o))): return self.own_line(weight=o)
         if self.works(on, partial(self.own_with, average=False)): return self.own_line(average=False)
         if self.is_weighted(seen):
-            return self.own_line(weight='f') + '; write f(pred, *yb) so that it returns the number that your loss divides by; or ' \
-                + self.line(coupled=True)
+            f = '; write a function f(pred, *yb) that returns the number that your loss divides by'
+            return f"{self.own_line(weight='f')}{f}; or {self.line(coupled=True)}"
     res = [self.line(**{k:True}) for k in _whole[kind] if self.works(on, partial(self.whole, **{k:True}))][:1]
-    if kind=='batch norm' and not self._large(frozenset(on), [BatchNormEval()]).norms: res += ['BatchNormEval()', 'to_group_norm(learn.model)']
-    if kind=='dropout':    res += ['leave it: other dropout masks do not bias the gradient']
+    if kind=='batch norm' and not self._large(frozenset(on), [BatchNormEval()]).norms:
+        res += ['BatchNormEval()', 'to_group_norm(learn.model)']
+    if kind=='dropout': res += ['do nothing: other dropout masks are just as good']
     if kind=='callback' and not hasattr(type(on[0]), 'before_step'): res += ['let it act in before_step or after_step']
     return '; or '.join(res or [_none[kind!='unknown']])
 
 _whole = defaultdict(lambda: ('coupled','exact'), {'batch norm':['exact'], 'dropout':['exact']})
 _keep = 'keep the large batch in memory with GradientCheckpointing() or OffloadActivations()'
-_none = f'rewrite the module so that each sample is computed by itself; or {_keep}',f'no setting that was tried makes it exact; {_keep}'
+_none = (f'rewrite the module so that it computes each sample by itself; or {_keep}',
+         f'no setting that was tried makes it exact; {_keep}')
 
 @patch
 def own_with(self:Bench, **kwargs):
-    "The learner's own way, with other settings"
+    "The samples and the callbacks of the learner's own windows, with other settings"
     windows = self.windows()
     vars(windows[0]).update(kwargs)
     return self.parts,windows
 
 @patch
 def one_line(self:Bench, causes, every):
-    "Where `exact` is the remedy for one cause, it is also that for losses and callbacks that need the whole batch"
+    "If one cause needs `exact=True`, name it also for the causes that `coupled=True` would mend: one line for all"
     lines = ' '.join(o.remedy for o in causes)
     if 'exact=True' in lines and 'coupled=True' in lines and self.works(every, partial(self.whole, exact=True)):
         for o in causes: o.remedy = o.remedy.replace('coupled=True', 'exact=True')

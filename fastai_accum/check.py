@@ -1,4 +1,4 @@
-"""`learn.check_accumulation()` compares one step in micro-batches with the same step on the large batch, and names each cause of a difference
+"""`learn.check_accumulation()` compares a step in micro-batches with a step on the large batch, and says why they differ
 
 Docs: https://fastai-accum.github.io/fastai_accum/check.html.md"""
 
@@ -23,29 +23,31 @@ from .unchanged import LoaderState
 class Cause:
     "One cause of a difference"
     kind:str     # 'batch norm', 'dropout', 'loss', 'augmentation', 'callback' or 'unknown'
-    where:list   # Names of the modules, of the loss or of the callback
-    error:float  # Relative error of the gradient with this cause alone
+    where:list   # Names of the modules, the loss or the callback
+    error:float  # Relative error of the gradient if this is the only cause
     remedy:str   # The line to write
 
     @property
-    def place(self): return ', '.join(self.where[:3]) + (f' and {len(self.where)-3} more' if len(self.where)>3 else '')
+    def place(self):
+        more = len(self.where)-3
+        return ', '.join(self.where[:3]) + (f' and {more} more' if more>0 else '')
 
 @dataclass(repr=False)
 class Check:
-    "What `check_accumulation` has found"
+    "The result of `check_accumulation`"
     error:float        # Relative error of the gradient of one step
-    causes:list        # One `Cause` for each reason; empty if the difference is only rounding
+    causes:list        # One `Cause` for each reason; empty if the gradients differ only by rounding
     compared:str       # What was compared
     left_out:list=field(default_factory=list)   # Callbacks that cannot be copied
 
     @property
     def title(self):
-        is_that = 'differs from' if self.causes else 'is'
-        return f'The gradient of the micro-batches {is_that} that of the large batch: relative error {self.error:.2g}'
+        give = 'do not give' if self.causes else 'give'
+        return f'The micro-batches {give} the same gradient as the large batch: relative error {self.error:.2g}'
 
     @property
     def note(self):
-        left_out = f". Left out, as it cannot be copied: {', '.join(self.left_out)}" if self.left_out else ''
+        left_out = f". Left out, because it cannot be copied: {', '.join(self.left_out)}" if self.left_out else ''
         return self.compared + left_out + '.'
 
 # %% ../nbs/check.ipynb #04e2448e
@@ -56,8 +58,9 @@ def __repr__(self:Check):
 
 @patch
 def _repr_html_(self:Check):
-    "The same as a table; it has the colours of the page"
-    def row(tag, *vs): return '<tr>' + ''.join(f'<{tag} style="text-align:left">{escape(v)}</{tag}>' for v in vs) + '</tr>'
+    "The same as a table, in the colours of the page"
+    def cell(tag, v): return f'<{tag} style="text-align:left">{escape(v)}</{tag}>'
+    def row(tag, *vs): return '<tr>' + ''.join(cell(tag, v) for v in vs) + '</tr>'
     rows = [row('td', o.kind, o.place, f'{o.error:.2g}', o.remedy) for o in self.causes]
     head = row('th', 'cause', 'where', 'error alone', 'remedy')
     table = f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>" if rows else ''
@@ -66,9 +69,10 @@ def _repr_html_(self:Check):
 # %% ../nbs/check.ipynb #ac824e9e
 @contextmanager
 def _apart(learn):
-    "Nothing of what happens inside is left, or heard"
+    "A block that prints nothing; afterwards everything is as it was"
     grads,said,dtype = [(p, p.grad) for p in learn.model.parameters()],set(refusals.said),torch.get_default_dtype()
-    was,loaders,on = RandomState(accelerators(learn.model)),LoaderState(learn.dls),getattr(defaults, 'accumulation', None)
+    was,loaders = RandomState(accelerators(learn.model)),LoaderState(learn.dls)
+    on = getattr(defaults, 'accumulation', None)
     try:
         with warnings.catch_warnings(),redirect_stdout(io.StringIO()):
             warnings.simplefilter('ignore')
@@ -84,19 +88,20 @@ def _apart(learn):
 
 @patch
 def check_accumulation(self:Learner,
-    bs:int=4 # Samples to compare, at most one batch of the loader; each micro-batch has half of them
-)->Check: # Shows itself as a table
-    "Compare the gradient of one step in micro-batches with that of the large batch, and find the causes of a difference"
+    bs:int=4 # Samples to compare, at most one batch of the loader; each micro-batch gets half of them
+)->Check: # It is shown as a table
+    "Check whether micro-batches give the same gradient as the large batch, and find the causes if they do not"
     if isinstance(bs, bool) or not isinstance(bs, Integral) or bs<2:
         raise ValueError(f"check_accumulation: bs must be an int of at least 2, got {bs!r}")
     if not hasattr(torch, 'get_autocast_dtype'):
-        raise RuntimeError(f"check_accumulation needs PyTorch 2.4 or later, this is {torch.__version__}")
+        raise RuntimeError(f"check_accumulation: PyTorch 2.4 or later is needed, this is {torch.__version__}")
     if refusals.first_of(self, 'GradientAccumulation'):
-        raise ValueError("check_accumulation: cbs holds fastai's GradientAccumulation; remove it with `learn.remove_cb(GradientAccumulation)`")
-    from fastai_accum.causes import Bench   # not sooner: few sessions need them
+        raise ValueError("check_accumulation: cbs holds fastai's GradientAccumulation; "
+                         "remove it with `learn.remove_cb(GradientAccumulation)`")
+    from fastai_accum.causes import Bench   # imported here, because few sessions need it
     from fastai_accum.trial import InDouble,first_batch
     batch,n_inp = first_batch(self)
     with _apart(self),InDouble():
         bench = Bench(self, batch, n_inp, int(bs))
-        if hasattr(defaults, 'accumulation'): del defaults.accumulation   # the large batch is to have none
+        if hasattr(defaults, 'accumulation'): del defaults.accumulation   # the large batch must not accumulate
         return bench.check()
