@@ -1,4 +1,4 @@
-"""One synchronisation a window, and the gradient of the one large batch that is spread over all processes
+"""Synchronise the gradients once per window, over all processes
 
 Docs: https://fastai-accum.github.io/fastai_accum/processes.html.md"""
 
@@ -15,36 +15,36 @@ from .replace import Replaced
 
 # %% ../nbs/processes.ipynb #b521bdea
 class Alone:
-    "What `AccumulateStep` asks of the processes that train a model together, where there is one"
-    n,waits = 1,False   # how many they are; whether one that has nothing left can step along with the others
-    def sync(self, on): "Switch the synchronisation of gradients `on` or off for the next micro-batch"
+    "A single process; the others have the same methods"
+    n,waits = 1,False   # number of processes; whether one without batches can go on with the others
+    def sync(self, on): "Switch the synchronisation of gradients on or off for the next micro-batch"
     def prepare(self): "Do what all processes do together in the first forward pass of a window"
-    def reset(self): "Synchronise from the next pass on"
-    def average(self, ran): "Average the gradients as they are; `ran` says whether the model has run in this window"
+    def reset(self): "Synchronise again from the next pass on"
+    def average(self, ran): "Average the gradients over the processes; `ran`: whether the model has run in this window"
     def explained(self): return nullcontext()
     def sum(self, *vs): return vs
     def max(self, *vs): return vs
-    def agree(self, plan, gathers_metrics): "Plan the same windows in all processes, and return the constant that losses are divided by"
+    def agree(self, plan, gathers_metrics): "Plan the same windows everywhere; return the constant that divides losses"
     def common_size(self, bs): return bs
     def same_loader(self, drop, *o): return o
-    def check_drop(self, gathers_metrics): "Raise an error if the micro-batch in flight cannot be left out"
+    def check_drop(self, gathers_metrics): "Raise an error if the current micro-batch cannot be left out"
 
 # %% ../nbs/processes.ipynb #f3af65e1
 class Processes(Alone):
-    "Processes that train `model` together, whose backward pass averages the gradients over them"
+    "Several processes that train `model` together"
     waits = True
     def __init__(self,
-        model:nn.Module, # Model that synchronises its gradients
-        who:str, # Name of the callback, for its errors
-        group=None # Process group; `None` is that of all processes
+        model:nn.Module, # The model, which synchronises its gradients
+        who:str, # The name of the callback, for errors
+        group=None # The process group; `None` for all processes
     ):
         self.model,self.who,self.group,self.n = model,who,group,torch.distributed.get_world_size(group)
 
     def check_drop(self, gathers_metrics):
-        "Refuse while the others wait for the metrics of the micro-batch"
+        "Raise an error if the other processes wait for the metrics of this micro-batch"
         if gathers_metrics:
-            raise RuntimeError(f"{self.who}: drop cannot leave out a micro-batch while fastai gathers the metrics over the training set (train_metrics=True), "
-                               "for which the other processes wait; set train_metrics=False")
+            raise RuntimeError(f"{self.who}: drop cannot leave out a micro-batch with train_metrics=True, because the "
+                               "other processes wait for its metrics; set train_metrics=False")
 
 # %% ../nbs/processes.ipynb #ed1a5d6e
 @patch
@@ -56,43 +56,45 @@ def _reduce(self:Processes, op, vs):
 
 @patch
 def sum(self:Processes, *vs):
-    "The sums of the numbers `vs` over all processes"
+    "Add up each of the numbers `vs` over all processes"
     return self._reduce(torch.distributed.ReduceOp.SUM, vs)
 
 @patch
 def max(self:Processes, *vs):
-    "The largest of each of the numbers `vs` over all processes"
+    "The maximum of each of the numbers `vs` over all processes"
     return self._reduce(torch.distributed.ReduceOp.MAX, vs)
 
 # %% ../nbs/processes.ipynb #1158a99c
 @patch
 def agree(self:Processes, plan, gathers_metrics):
-    "Plan the same windows in all processes, and return the constant that losses are divided by"
+    "Plan the same windows in all processes; return the constant that losses are divided by"
     sign = -1 if plan.drop_last else 1
-    n,nominal,most,least = self.max(sign*(plan.n_windows or 0), (plan.bs or 1)*plan.size, plan.n_batches, -plan.n_batches)
-    if not least: raise ValueError(f"{self.who}: the training loader of a process is empty; give each of them micro-batches")
+    n_batches,n_windows = plan.n_batches,plan.n_windows or 0
+    n,nominal,most,least = self.max(sign*n_windows, (plan.bs or 1)*plan.size, n_batches, -n_batches)
+    if not least:
+        raise ValueError(f"{self.who}: the training loader of a process is empty; give each process micro-batches")
     if most!=-least: self._check_uneven(int(-least), int(most), gathers_metrics)
     if plan.n_windows is not None: plan.n_windows = int(sign*n)
     return nominal
 
 @patch
 def _check_uneven(self:Processes, least, most, gathers_metrics):
-    why = None if self.waits else 'a model in fully_shard needs a micro-batch of each of them at the same time'
-    if gathers_metrics: why = 'fastai gathers the metrics over the training set (train_metrics=True) at each micro-batch'
+    why = None if self.waits else 'a model in fully_shard needs a micro-batch of each process at the same time'
+    if gathers_metrics: why = 'train_metrics=True needs all processes at each micro-batch'
     if why:
-        raise ValueError(f"{self.who}: the training loaders of the processes have {least} to {most} micro-batches, but {why}; "
-            "give them loaders of the same length")
+        raise ValueError(f"{self.who}: the training loaders of the processes have {least} to {most} micro-batches, "
+            f"but {why}; give all processes loaders of the same length")
 
 # %% ../nbs/processes.ipynb #a2b3288b
 @patch
 def common_size(self:Processes, bs):
-    "The batch size `bs`, if that of the other processes is the same"
+    "Return `bs` if all processes have this batch size, otherwise `None`"
     largest,smallest = self.max(bs or 0, -(bs or 0))
     return bs if largest==-smallest else None
 
 @patch
 def same_loader(self:Processes, drop, n_batches, n, bs):
-    "The batches, the samples and the batch size that all processes go by, where windows follow a schedule"
+    "The number of batches, of samples, and the batch size that all processes plan with"
     sign = -1 if drop else 1
     n_batches = int(sign*self.max(sign*n_batches)[0])
     total,bs = self.sum(math.nan if n is None else n)[0],self.common_size(bs)
@@ -100,7 +102,7 @@ def same_loader(self:Processes, drop, n_batches, n, bs):
 
 @patch
 def add_up(self:Processes, plan, win, goal, n=0, is_last=True):
-    "Whether `win` is full with the `n` samples of this process and those of the others, or ends because none of them has more"
+    "Whether `win` ends: with `n` more samples all processes fill it, or none has more batches"
     if not win.ran: self.prepare()
     win.ran = True
     total,plan.share,plan.n_running = self.sum(win.n_samples+n, plan.seen/self.n, not is_last)
@@ -108,37 +110,40 @@ def add_up(self:Processes, plan, win, goal, n=0, is_last=True):
 
 @patch
 def go_along(self:Processes, plan, win, goal):
-    "Whether the other processes fill a window that this one has no more samples for"
+    "Whether the other processes fill the window, though this one has no more samples"
     while plan.n_running:
         if self.add_up(plan, win, goal): return True
     return False
 
 # %% ../nbs/processes.ipynb #0ba2c40b
 class Replicas(Processes):
-    "Processes that have a copy of the model each, in `DistributedDataParallel`"
+    "Processes with a copy of the model each, in `DistributedDataParallel`"
     def __init__(self, ddp, who):
         super().__init__(ddp, who, ddp.process_group)
-        self.first,self.records = ddp.static_graph,False   # a static graph is recorded in the very first backward pass, which has to be a synchronised one
+        # a static graph is recorded in the first backward pass, which must therefore synchronise
+        self.first,self.records = ddp.static_graph,False
 
     def sync(self, on):
-        "Let the next forward and backward pass synchronise, or not"
+        "Switch the synchronisation on or off for the next forward and backward pass"
         self.records,self.first = self.first,False
         self.model.require_backward_grad_sync = on or self.records
 
     def check_drop(self, gathers_metrics):
-        "Refuse to go without the backward pass that the other processes wait for"
+        "Raise an error if the other processes wait for the backward pass of this micro-batch"
         super().check_drop(gathers_metrics)
-        if self.records: raise RuntimeError(f"{self.who}: drop cannot leave out the first micro-batch of an epoch of a model with static_graph=True, "
-                                            "since all processes record the graph in it; leave out a later one, or do without static_graph")
+        if self.records:
+            raise RuntimeError(f"{self.who}: drop cannot leave out the first micro-batch of an epoch of a model with "
+                               "static_graph=True, because all processes record the graph in it; leave out a later "
+                               "one, or set static_graph=False")
 
     def prepare(self):
-        "Do what the processes do together in the first forward pass of a window: buffers and buckets"
+        "Do what all processes do together in the first forward pass of a window: send buffers, prepare buckets"
         self.model.require_backward_grad_sync = False
         with torch.enable_grad(): self.model._pre_forward()
         self.model.require_forward_param_sync = False
 
     def average(self, ran):
-        "Average the gradients as they are, in a backward pass that adds nothing; `ran` says whether the model has run in this window"
+        "Average the gradients in a backward pass that adds nothing; `ran`: whether the model has run in this window"
         ddp,ps = self.model,[p for p in self.model.parameters() if p.requires_grad]
         marks_unused = ddp.find_unused_parameters and not ddp.static_graph
         if marks_unused: ps = [p for p in ps if p.grad is not None] or ps[:1]
@@ -151,57 +156,58 @@ class Replicas(Processes):
             torch.autograd.backward(views, [torch.zeros_like(p) for p in ps])
 
     def reset(self):
-        "Synchronise gradients and buffers from the next pass on"
+        "Synchronise gradients and buffers again from the next pass on"
         self.model.require_backward_grad_sync = self.model.require_forward_param_sync = True
 
 # %% ../nbs/processes.ipynb #da2001c4
 class Shards(Processes):
-    "Processes that have a part of each parameter, in `fully_shard`"
+    "Processes with a part of each parameter, in `fully_shard`"
     waits = False
     def sync(self, on):
-        "Let the next backward pass synchronise, or not"
+        "Switch the synchronisation on or off for the next backward pass"
         self.model.set_requires_gradient_sync(on)
 
     def average(self, ran):
-        "Refuse, since there is no backward pass without a micro-batch"
-        raise ValueError(f"{self.who}: a model in fully_shard needs a micro-batch at the end of each window in each process; "
-                         "give them loaders of the same length, and leave no micro-batch out")
+        "Raise an error, because `fully_shard` has no backward pass without a micro-batch"
+        raise ValueError(f"{self.who}: a model in fully_shard needs a micro-batch at the end of each window in each "
+                         "process; give all processes loaders of the same length, and leave no micro-batch out")
 
     def reset(self):
-        "Synchronise from the next pass on, and throw away the gradients that have not been"
+        "Synchronise again from the next pass on, and throw away gradients that are not synchronised"
         self.sync(True)
         for m in self.model.modules():
             group = m._get_fsdp_state()._fsdp_param_group if _is_sharded(m) else None
             for p in group.fsdp_params if group else []:
-                if 'unsharded_accumulated_grad' in vars(p): p.unsharded_accumulated_grad = None   # where older PyTorch keeps it
+                if 'unsharded_accumulated_grad' in vars(p): p.unsharded_accumulated_grad = None   # in older PyTorch
                 if hasattr(p, '_unsharded_param'): p._unsharded_param.grad = None
 
 # %% ../nbs/processes.ipynb #50bf15c2
 def _is_sharded(m): return hasattr(m, 'set_requires_gradient_sync')
 
 def processes(
-    model:nn.Module, # Model that is trained
-    who:str='AccumulateStep' # Name of the callback, for its errors
+    model:nn.Module, # The model that is trained
+    who:str='AccumulateStep' # The name of the callback, for errors
 )->Alone:
-    "The processes that train `model` together"
+    "The processes that train `model` together; `Alone` if there is only one"
     if not torch.distributed.is_available() or not torch.distributed.is_initialized(): return Alone()
     ddp = first(model.modules(), lambda o: isinstance(o, DistributedDataParallel))
     res = Replicas(ddp, who) if ddp else Shards(model, who) if any(map(_is_sharded, model.modules())) else None
     if not res or res.n==1: return Alone()
     if ddp and {*map(id, ddp.parameters())}!={*map(id, model.parameters())} or not ddp and not _is_sharded(model):
-        raise ValueError(f"{who}: only a part of the model is in {'DistributedDataParallel' if ddp else 'fully_shard'}; put the whole model in it")
+        wrapper = 'DistributedDataParallel' if ddp else 'fully_shard'
+        raise ValueError(f"{who}: only a part of the model is in {wrapper}; put the whole model in it")
     return res
 
 # %% ../nbs/processes.ipynb #42b9d15e
 class InMemory:
-    "The model and the optimizer of `learn` in memory, in the place of the file that `LRFinder` writes, until `restore`"
+    "Keep the model and the optimizer of `learn` in memory, in place of the file of `LRFinder`, until `restore`"
     def __init__(self, learn):
         self.learn,self.states = learn,deepcopy((get_model(learn.model).state_dict(), learn.opt.state_dict()))
         self.restore = Replaced(learn, 'save', partial(self._save, learn.save)).restore
     def _save(self, save, file, **kwargs):
         if not str(file).endswith('/_tmp'): return save(file, **kwargs)
     def load(self):
-        "Set the model and the optimizer to what they were"
+        "Put the model and the optimizer back"
         model,opt = self.states
         get_model(self.learn.model).load_state_dict(model)
         self.learn.opt.load_state_dict(opt)
@@ -210,9 +216,10 @@ class InMemory:
 @patch
 @contextmanager
 def explained(self:Processes):
-    "Say what an error of the connection means"
+    "Explain an error of the connection"
     try: yield
     except RuntimeError as e:
         if not re.search('gloo|nccl|ProcessGroup', str(e), re.I): raise
-        raise RuntimeError(f"{self.who}: another process has ended, or did not come to this step before the timeout. Its own error says why; "
-                           "if it has none, the processes have gathered different things, as a callback does that runs in one of them only") from e
+        raise RuntimeError(f"{self.who}: another process has ended, or did not reach this step before the timeout. "
+                           "Look at the error of that process. If it has none, the processes have sent different "
+                           "things, for example because a callback sends something in one process only") from e

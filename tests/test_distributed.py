@@ -26,8 +26,8 @@ def run(world, folder, names, limit=LIMIT):
 some = 'even tail uneven one_is_empty longer shorter much_longer buffers_long dropped_last lr_find static unused ctx_odd ctx_find sized sized_long sized_short sized_tail sized_other carried'
 refused = dict(
     static_drop    = 'drop cannot leave out the first micro-batch of an epoch of a model with static_graph=True',
-    metrics_drop   = 'drop cannot leave out a micro-batch while fastai gathers the metrics',
-    metrics_uneven = 'the training loaders of the processes have 4 to 5 micro-batches, but fastai gathers the metrics',
+    metrics_drop   = 'drop cannot leave out a micro-batch with train_metrics=True',
+    metrics_uneven = 'the training loaders of the processes have 4 to 5 micro-batches, but train_metrics=True needs all processes',
     shards_long    = 'the training loaders of the processes have 4 to 5 micro-batches, but a model in fully_shard',
     auto_sized     = "bs='auto' cannot go back where processes add up samples",
     empty          = 'the training loader of a process is empty')
