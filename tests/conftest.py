@@ -9,7 +9,7 @@ def pytest_addoption(parser): parser.addoption('--works-with', metavar='FILE', h
 
 @pytest.fixture
 def works(request):
-    "What a test that is marked as a row reports to"
+    "Takes what a test measures for its row"
     from matrix import Works
     return Works(request.node.get_closest_marker('row').kwargs, results, bool(request.config.getoption('--works-with')))
 

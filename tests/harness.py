@@ -33,7 +33,7 @@ class Spy(Callback):
         self.steps.append(dict(grads=grads, hypers=[dict(h) for h in self.opt.hypers], train_iter=self.train_iter, pct_train=self.pct_train))
 
 class Micro(Callback):
-    "The number of the micro-batch in flight in its epoch, which is `learn.iter` without accumulation"
+    "Counts the micro-batches of an epoch. Without accumulation this is `learn.iter`"
     order = -1e9
     def before_train(self): self.i = -1
     def before_batch(self):
@@ -67,7 +67,7 @@ after_epoch after_fit""".split()
 orders = -100,-11,-10,0,49,50,51,60,100   # around fastai's own: -10, 50, 60
 
 class Probe(Callback):
-    "Notes each event, and what the learner says of itself, in `learn.seen`"
+    "Notes in `learn.seen` each event, and the counters and the loss of the learner at that moment"
     def __init__(self, order): self.order = order
     def _note(self, event):
         now = vars(self.learn)
@@ -124,7 +124,7 @@ def snapshot(learn):
     return res
 
 def rel(a, b, path=''):
-    "Largest relative error of `a` against `b`, over whatever they nest, with the place where it is; different structure is infinite"
+    "The largest relative error of `a` against `b`, however they are nested, and where it is. It is infinite if the structures differ"
     if isinstance(b, dict):
         if set(a)!=set(b): return math.inf,f'{path}: keys {sorted(a)} for {sorted(b)}'
         return max((rel(a[k], b[k], f'{path}.{k}') for k in b), default=(0.,path))

@@ -22,7 +22,7 @@ def committed():
     return {key(r):r for r in json.loads(p.read_text())['rows']} if p.exists() else {}
 
 def rows_of(module):
-    "The rows that the tests of `module`, or single cases of them, are marked with, each once"
+    "The rows that tests of `module` are marked with, or single cases of tests; each row once"
     marks = [m for k,f in vars(module).items() if k.startswith('test') for m in getattr(f, 'pytestmark', [])]
     marks += [m for o in marks if o.name=='parametrize' for case in o.args[1] for m in getattr(case, 'marks', ())]
     rows = [m.kwargs for m in marks if m.name=='row']
@@ -50,7 +50,7 @@ class Works:
         "Compare two values, however nested"
         self.error(*rel(a, b, where))
     def differs(self, a, b, least):
-        "Take how much two things differ that are not promised to be the same, at least by `least`: or the row has to go"
+        "Take the difference of two things that are known to differ. If it is below `least`, the row is out of date"
         err = rel(a, b)[0]
         assert least<=err<math.inf, f'relative error {err:.2e}, expected {least:.0e} or more'
         self.error(err)

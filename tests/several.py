@@ -21,7 +21,7 @@ N = 96
 W = torch.tensor([1.,10.,3.]).double()
 
 def cut(world, sizes):
-    "For each process, the samples of each of its micro-batches: `sizes` of those of each, or one list for each process"
+    "The samples of each micro-batch, for each process. `sizes` is one list for all processes, or a list for each process"
     sizes = sizes if is_listy(sizes[0]) else [sizes]*world
     res,i = [[] for _ in range(world)],0
     for k in range(max(map(len, sizes))):
@@ -43,7 +43,7 @@ class Case:
         self.y = classes(N) if y is None else y
     def dls(self, idxs): return DataLoaders(DataLoader(batches(idxs, self.y), bs=None), DataLoader(batches([list(range(16))], self.y), bs=None))
     def dropper(self, rank):
-        "Leaves micro-batches out where the case says so, in the way that it says"
+        "Leaves out the micro-batches that the case names, in the way that it names"
         event,f = self.leave or ('after_loss', lambda cb: cb.accumulate_step.drop())
         return Callback(**{event: lambda cb: f(cb) if cb.training and (rank,cb.micro.i) in self.left_out else None})
     def several(self, rank, world):
@@ -123,14 +123,14 @@ def partly(learn):
     learn.fit_one_cycle(2, .02)
 
 class SkipsFirst(Callback):
-    "The first step is cancelled when its gradients are finished, and the next one takes them"
+    "The first step is cancelled after its gradients are finished, and the next step uses them too"
     run_valid = False
     def before_fit(self): self.skipped = False
     def before_step(self):
         if not self.skipped: self.skipped = True; raise CancelBatchException
 
 class Validates(EachMicro):
-    "Validates in the middle of a window, and sets back what fastai's `validate` leaves behind"
+    "Validates in the middle of a window, and restores what fastai's `validate` changes"
     run_valid = False
     def after_batch(self):
         learn,window_ends = self.learn,not hasattr(self.learn, 'accumulate_step')
@@ -162,7 +162,7 @@ class Never(Two):
     def forward(self, x): return self.a(x)
 
 def cut_unequally(learn):
-    "A fit that is cancelled before process 0 has run the model, and after process 1 has"
+    "A fit that is cancelled when process 1 has run the model and process 0 has not"
     def stop(cb):
         if cb.training and cb.micro.i==1: raise CancelTrainException
     if isinstance(learn.model, DDP):
@@ -261,7 +261,7 @@ class Overflow(Callback):
         if alone or (acc and self.epoch==0 and self.micro.i==5 and os.environ.get('RANK')=='1'): next(self.model.parameters()).grad[0,0] = math.inf
 
 class InContext(Case):
-    "`distrib_ctx` of fastai, which shares out the samples of one loader; a sample is repeated where their number does not divide"
+    "fastai's `distrib_ctx`, which splits the samples of one loader over the processes. It repeats samples if their number cannot be divided evenly"
     leave,but = None,()
     def __init__(self, bs, n=N, drop_last=False, n_step=4, fit=None, acc=None, patch=False, cbs=None, then=None, torch_dl=False, left_out=()):
         store_attr()
@@ -394,7 +394,7 @@ class FullInValidation(Buffered):
         return super().forward(x)
 
 class Cut(Case):
-    "`MicroBatch` beside, in several processes only"
+    "With `MicroBatch` in the runs of several processes, and without it in the run of one process"
     def alone(self, world):
         cbs,self.cbs = self.cbs,None
         learn = super().alone(world)
@@ -437,13 +437,13 @@ cases.update(
 )
 
 def whole(o):
-    "Tensors of which each process has a part, put together"
+    "Put tensors together of which each process has a part"
     if isinstance(o, DTensor): return o.full_tensor()
     if isinstance(o, dict): return {k:whole(v) for k,v in o.items()}
     return type(o)(whole(v) for v in o) if isinstance(o, (list,tuple)) else o
 
 def result(learn):
-    "What is compared: not `values`, since a `DistributedDL` validates on other batches, nor what counts micro-batches"
+    "What is compared. `values` are left out, since a `DistributedDL` validates on other batches, and so are counts of micro-batches"
     but = 'buffers','iters','final_record','values','train_iter'
     return dict({k:whole(v) for k,v in snapshot(learn).items() if k not in but}, n_steps=len(learn.spy.steps), seen=getattr(learn, 'seen', None))
 

@@ -27,7 +27,7 @@ def test_every_batch_norm(cls, affine):
     assert gn.weight is bn.weight and gn.bias is bn.bias
 
 def test_conversion_keeps():
-    "The dtype, what is frozen, the mode, and who shares a layer"
+    "The dtype, frozen parameters, the mode and shared layers stay as they were"
     shared = nn.BatchNorm2d(8).half()
     shared.bias.requires_grad_(False)
     model = nn.ModuleDict(dict(a=shared, b=nn.Sequential(shared, nn.BatchNorm2d(24).eval())))
@@ -101,7 +101,7 @@ def fine_tune(learn):
     learn.unfreeze(); learn.fit(1)
 
 def test_batch_norm_eval():
-    "Frozen and not: exact, its statistics stay, its gains train; after it is removed batch norm is what it was"
+    "Training is exact, statistics stay, gains and biases train. After the callback is removed, batch norm is as before"
     pretrained = image_learner(16, None, noop); pretrained.fit(1)
     def learner(bs, cbs): learn = image_learner(bs, cbs, noop); learn.model.load_state_dict(pretrained.model.state_dict()); return learn
     a,b = learner(4, [AccumulateStep(4),BatchNormEval()]),learner(16, [BatchNormEval()])
@@ -117,7 +117,7 @@ def test_batch_norm_eval():
 
 @pytest.fixture
 def notes(monkeypatch, capsys):
-    "What is said of batch norm in a new session, in `n` fits"
+    "The notes on batch norm that a new session prints in `n` fits"
     def f(cbs=None, model=None, n=1):
         monkeypatch.setattr(refusals, 'said', set())
         for _ in range(n):

@@ -65,7 +65,7 @@ def pcts(learn): return [s['pct_train'] for s in learn.spy.steps]
 @pytest.mark.parametrize('m', [40,64,200])
 @pytest.mark.parametrize('drop_last', [False,True])
 def test_a_sampler_of_another_size(m, drop_last):
-    "PyTorch's: it draws `m` of 76 samples"
+    "A sampler of PyTorch that draws `m` of 76 samples"
     def dls(bs):
         ds,g = TensorDataset(features(76), classes(76)),torch.Generator().manual_seed(0)
         return DataLoaders(TorchLoader(ds, bs, sampler=WeightedRandomSampler(torch.ones(76), m, generator=g), drop_last=drop_last), TorchLoader(ds, 16))
@@ -75,7 +75,7 @@ def test_a_sampler_of_another_size(m, drop_last):
 
 @pytest.mark.parametrize('m', [40,64,200])
 def test_get_idxs_of_another_size(m):
-    "fastai's: `len` says another number of batches, also with the large batch; the schedule comes to its end, and no sample is thrown"
+    "A loader of fastai whose `len` is not its number of batches. The schedule still reaches its end, and no sample is thrown away"
     dls = make_dls(76, 8)
     dls.train.get_idxs = lambda: (list(range(76))*3)[:m]
     learn = learner(dls, AccumulateStep(n_samples=32))
@@ -113,14 +113,14 @@ class PredOfObject(nn.Module):
     def __init__(self): super().__init__(); self.m = small_model()
     def forward(self, x): return Pred(self.m(x))
 class Keeps(nn.Module):
-    "Keeps activations, which the loss uses"
+    "Keeps activations on the model, where the loss finds them"
     def __init__(self): super().__init__(); self.m,self.h = small_model(),None
     def forward(self, x): self.h = self.m[1](self.m[0](x)); return self.m[2](self.h)
 
 @pytest.mark.parametrize('remote', [False,True])
 @pytest.mark.parametrize('name', ['parameters','object','activations','plain'])
 def test_micro_batch_without_targets(name, remote, monkeypatch):
-    "No backward pass where the weight is 0: NaN has no way in"
+    "A micro-batch of weight 0 has no backward pass, so its NaN cannot reach a gradient"
     if remote: monkeypatch.setattr('fastai_accum.core.is_remote', lambda t: True)
     def train(bs, n_step):
         model = dict(object=PredOfObject, activations=Keeps).get(name, small_model)()
@@ -140,7 +140,7 @@ def skip(cb): raise CancelValidException
 @pytest.mark.parametrize('edit', ['replaced','penalty'])
 @pytest.mark.parametrize('event', ['after_loss','before_backward'])
 def test_edited_loss(edit, event):
-    "Scaled as it is when the backward pass begins"
+    "The loss is scaled last, so changes of `loss_grad` in `before_backward` count"
     def do(cb):
         learn = cb.learn
         if not cb.training: return
@@ -158,7 +158,7 @@ weighted = nn.CrossEntropyLoss(weight=tensor([1.,10.,3.]).double())
 
 @pytest.mark.parametrize('when', ['before_fit','after_batch','before_train','before_step'])
 def test_another_backward_pass(when):
-    "Before a fit, between two windows, or when the gradients are finished: it is not scaled"
+    "A backward pass before a fit, between two windows, or when the gradients are finished, is not scaled"
     def do(cb):
         if when in ('before_fit','before_train') or cb.training: push(cb.learn)
     a,b = (learner(make_dls(76, bs), [Callback(**{when:do})]+cbs, loss_func=weighted) for bs,cbs in ((8,[AccumulateStep(4)]), (32,[])))
@@ -199,7 +199,7 @@ def learner_of_means(y):
     return learn
 
 class OwnMean(nn.CrossEntropyLoss):
-    "Reduces by itself what its parent leaves, or has added up"
+    "A subclass that reduces by itself: its parent returns losses that are not reduced, or a sum"
     def forward(self, pred, y):
         loss = super().forward(pred, y)
         return loss.mean() if self.reduction=='none' else loss/len(y)
@@ -211,7 +211,7 @@ def test_subclass_that_reduces_by_itself(reduction):
     assert_same(a, b)
 
 class MultiTask(nn.CrossEntropyLoss):
-    "Two predictions and two targets"
+    "A loss with two predictions and two targets"
     def forward(self, preds, y, z):
         preds = preds.values() if isinstance(preds, dict) else preds
         a,b = preds
@@ -240,7 +240,7 @@ def test_small_integers(dtype):
     assert_same(a, b)
 
 def test_loss_swapped_before_training():
-    "By another callback, for one that sums"
+    "Another callback replaces the loss function by one that sums"
     class Swap(Callback):
         def before_train(self): self.learn.loss_func = DiceLike()
     a,b = (learner(make_dls(96, bs), [Swap(),*cbs], opt_func=SGD, lr=1e-3) for bs,cbs in ((8,[AccumulateStep(4)]), (32,[])))
@@ -283,7 +283,7 @@ class Full(nn.Module):
         return self.m(x)
 
 def test_train_metrics_and_out_of_memory():
-    "After an epoch's first window: each sample is counted once"
+    "Memory runs out after the first window of an epoch, and still each sample counts once in the metric"
     def n_seen(p, y): seen.append(len(y)); return accuracy(p, y)
     seen = []
     learn = learner(make_dls(64, 8), [MicroBatch(),AccumulateStep(4)], model=Full(), metrics=n_seen)
@@ -376,7 +376,7 @@ def test_other_names_of_micro_batch():
 
 @pytest.mark.parametrize('loss,match', [(nn.CrossEntropyLoss(reduction='none'),"reduction='none'"), (lambda p, y: F.cross_entropy(p, y, reduction='none'),'one number')])
 def test_errors_of_micro_batch(loss, match):
-    "They do not speak of a callback that is not there"
+    "The errors name only callbacks that the user has added"
     learn = learner(make_dls(64, 32), MicroBatch(8), loss_func=loss)
     with pytest.raises(ValueError, match=f'MicroBatch: .*{match}') as e: learn.fit(1)
     assert 'AccumulateStep' not in str(e.value)
@@ -386,7 +386,7 @@ def test_errors_of_micro_batch(loss, match):
 @pytest.mark.skipif(compile is None, reason='compiles a model or a loss, and torch.compile came with PyTorch 2.0')
 @pytest.mark.parametrize('mode,warns', [('reduce-overhead',True),('max-autotune',True),('default',False),('max-autotune-no-cudagraphs',False)])
 def test_cuda_graphs(mode, warns, monkeypatch):
-    "Which overwrite gradients between micro-batches are warned of; told here without a GPU"
+    "Compiled models that overwrite gradients between micro-batches get a warning. Here without a GPU"
     if not hasattr(torch.compile(nn.Linear(1,1)), 'get_compiler_config'): pytest.skip('this PyTorch does not tell how a model was compiled')
     monkeypatch.setattr('fastai_accum.refusals.is_remote', lambda t: True)
     learn = learner(make_dls(64, 8), AccumulateStep(4), model=torch.compile(small_model(), mode=mode))

@@ -1,4 +1,4 @@
-"`check_accumulation` against learners whose causes are known; each remedy is applied for real; everything is as before"
+"`check_accumulation` on learners with known causes. Each remedy that it names is tried, and the learner stays as it was"
 import pytest
 from harness import *
 from fastai.callback.tracker import SaveModelCallback
@@ -111,7 +111,7 @@ def test_cutmix():
     assert kinds(learner(model, CrossEntropyLossFlat(), CutMix(), x=features(64, 36).view(-1,1,6,6)).check_accumulation())==['augmentation']
 
 def test_unknown_in_root():
-    "The module whose inputs are right, and not the one that gets the wrong ones"
+    "It names the module that has right inputs and wrong outputs, not one that only gets wrong inputs"
     class Root(nn.Module):
         def __init__(self): super().__init__(); self.a,self.b = nn.Linear(6,5),nn.Linear(5,3)
         def forward(self, x): x = self.a(x).tanh(); return self.b(x-x.mean(0))
@@ -128,7 +128,7 @@ def test_unknown_in_learner():
     assert (cause.kind,cause.place)==('unknown','Ranks') and 'coupled=True' in cause.remedy
 
 def test_needs_each_other():
-    "A callback without which the learner does not run is no suspect"
+    "A callback is not a suspect if the learner cannot run without it"
     class Pack(nn.Module):
         def __init__(self): super().__init__(); self.net = net(nn.Dropout())
         def forward(self, x): return dict(logits=self.net(x))
@@ -139,7 +139,7 @@ def test_needs_each_other():
 
 @pytest.mark.parametrize('mask', [[1,0,1,0], [1,0,0,1], [1,1,0,0], [0,0,0,1]])
 def test_no_luck(mask):
-    "Micro-batches with as many targets each would hide that the mean is not over samples"
+    "If all micro-batches had the same number of targets, it would not show that the mean is not over samples"
     mask = torch.tensor(mask*16, dtype=torch.float64)
     def loss(p, y, m): return (F.cross_entropy(p, y, reduction='none')*m).sum()/m.sum()
     dls = DataLoaders(*[DataLoader(list(zip(features(64), classes(64), mask)), bs=8)]*2)
@@ -150,7 +150,7 @@ def test_no_luck(mask):
 # remedies
 @pytest.mark.parametrize('case', [o for o in cases if 'centre' not in o])
 def test_remedies(case):
-    "What is named is written down and checked again; only what is left to the reader is not"
+    "Each line that the check names is applied and checked again, except those that only a person can write"
     learn = cases[case][0]()
     causes = learn.check_accumulation().causes
     lines = [o.remedy.split(', with the large')[0].split(' instead of')[0].split('; or')[0] for o in causes]
@@ -183,7 +183,7 @@ def test_weight_of_settings():
     assert check.causes[0].remedy=='MicroBatch(bs=4, weight=lambda pred, *yb: (yb[0]!=0).sum())'
 
 def test_wrong_weight():
-    "One that the user has given, and that is wrong"
+    "A wrong `weight=` of the user"
     check = learner(cbs=AccumulateStep(2, weight=lambda p,y: 1+(y!=0).sum())).check_accumulation()
     assert kinds(check)==['loss']
 
@@ -263,7 +263,7 @@ def test_as_before(cbs, fitted):
     assert_as_before(before, learn)
 
 def test_fits_as_before():
-    "A fit after a check is one without"
+    "A fit after a check is the same as a fit without a check"
     def fit(check):
         torch.manual_seed(1)
         model = nn.Sequential(nn.BatchNorm1d(6).double(), net(nn.Dropout()))
@@ -429,7 +429,7 @@ def test_tabular():
     clean(learn.add_cb(BatchNormEval()).check_accumulation())
 
 def test_compiled():
-    "What is compiled is checked as it is without; nothing is compiled for that"
+    "A compiled model is checked without its compilation"
     model = net(nn.BatchNorm1d(5))
     learn = learner(torch.compile(model), cbs=AccumulateStep(2))
     check = learn.check_accumulation()
@@ -451,7 +451,7 @@ def test_checkpoints():
     assert kinds(learner(model, cbs=[AccumulateStep(2), GradientCheckpointing(list(model[:3])), OffloadActivations()]).check_accumulation())==['dropout']
 
 def test_many_samples_masked():
-    "The few samples are those of the first batch in which it shows"
+    "The check takes samples of the first batch that show the difference"
     y = torch.ones(64).long(); y[7] = 0
     learn = learner(loss_func=masked, y=1-y, shuffle=False)   # one target counts
     assert kinds(learn.check_accumulation())==['loss']
@@ -470,7 +470,7 @@ def test_shared_and_own_attributes():
     assert model[0].weight.grad is None
 
 def test_draws_that_drop_nothing():
-    "Draws that are the same by luck are drawn again, and the generators are as before all the same"
+    "If two draws are the same by chance, the check draws again. The generators are still as before"
     learn = learner(net(nn.Dropout(1e-12)))
     before = state(learn)
     assert not learn.check_accumulation().causes
@@ -481,7 +481,7 @@ def test_draws_that_drop_nothing():
 def found(learn, **kwargs): return [o.kind for o in learn.check_accumulation(**kwargs).causes]
 
 def test_global_tensors():
-    "That are float32, in a loss and in a model"
+    "Constants in float32, in a loss and in a model"
     w = torch.tensor([1.,2.,3.])
     check = learner(loss_func=lambda p,y: F.cross_entropy(p, y, weight=w)).check_accumulation()
     assert [o.kind for o in check.causes]==['loss'] and 'weight=f' in check.causes[0].remedy
@@ -555,7 +555,7 @@ def test_zero_gradient():
     with pytest.raises(ValueError, match='is zero, so there is nothing to compare'): learner(loss_func=lambda p,y: F.cross_entropy(p, y).clamp(max=1e-9)).check_accumulation()
 
 def test_rounding_is_no_cause():
-    "Thirty batch norms in a row make of the last digit what a cause makes"
+    "Thirty batch norms in a row amplify rounding until it is as large as the effect of a cause"
     deep = nn.Sequential(*(m for _ in range(30) for m in (nn.Linear(6,6), nn.BatchNorm1d(6), nn.ReLU())), nn.Linear(6,3)).double()
     check = learner(deep, cbs=MicroBatch(4, exact=True)).check_accumulation()
     assert not check.causes and check.error>1e-14   # how much is left of it depends on the processor
@@ -576,7 +576,7 @@ def test_on_a_gpu():
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
 def test_callbacks_that_need_each_other():
-    "Neither runs alone, and the check still answers"
+    "Two callbacks that cannot run without each other; the check still answers"
     class Keeps(Callback):
         def before_batch(self): self.x = self.learn.xb[0]
     class Reads(Callback):

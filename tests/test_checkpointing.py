@@ -137,7 +137,7 @@ def test_odd_blocks():
     ids=['accumulate','micro_batch','coupled','both','auto','bf16','micro_batch_bf16','offload','clip'])
 @pytest.mark.parametrize('model', ['odd','resnet18'])
 def test_beside(cbs, model):
-    "Beside the other callbacks it is what they are without it"
+    "With other callbacks, training is the same as with those callbacks alone"
     make,data = odd if model=='odd' else (body(resnet18), images(32, 12))
     same(make, data, cbs=cbs)
 
@@ -240,7 +240,7 @@ def test_validates_in_between(event):
         assert c[0]>=5, c
 
 def saves(where):
-    "What a callback gets that saves the learner in the middle of a fit"
+    "What a callback saves, if it saves the learner in the middle of a fit"
     def f(cb):
         if cb.training: where.append(pickle.dumps(cb.learn.model)); where.append(deepcopy(cb.learn.model))
     return Callback(after_loss=f)

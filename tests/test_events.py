@@ -123,7 +123,7 @@ class NoValid(Callback):
     def before_validate(self): raise CancelValidException
 
 class WandbCallback(Callback):
-    "What fastai's does to its axis"
+    "What the callback of fastai does to its axis"
     order = Recorder.order+1
     def before_fit(self): self.axis = [0]
     def after_batch(self):
@@ -186,7 +186,7 @@ def test_cancelled_micro_batches(which, event, order):
     assert (n.n_steps,n.n_stepped,n.n_thrown)==(n_steps,left,76-left)
 
 def test_cancelled_after_backward():
-    "Its gradient is in, so the window steps with it"
+    "Its gradient has been added already, so the window steps with it"
     def cancel(cb):
         if cb.micro.i==3: raise CancelBatchException
     a = make_learner(make_dls(76, 8), cbs=[Callback(after_backward=cancel), AccumulateStep(4)])

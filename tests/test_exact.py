@@ -200,7 +200,7 @@ class Moves(nn.Module):
         return self.bn(h)
 
 class Hidden0(nn.Module):
-    "A branch that begins at zero hides what it depends on"
+    "A branch whose weights begin at zero hides that it looks at the other samples"
     def __init__(self): super().__init__(); self.g = nn.Parameter(torch.zeros(()))
     def forward(self, h): return h+self.g*(h-h.mean(0))
 
@@ -243,7 +243,7 @@ def test_ways_that_differ(at, where):
     left_alone(m)
 
 def test_a_deep_network_with_few_values_in_a_channel_is_not_refused():
-    "Batch norm over three values amplifies rounding, in float32 until nothing can be compared"
+    "Batch norm over three values amplifies rounding: in float32 so much that nothing can be compared"
     x = torch.randn(8,3,32,32, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(3)
     learn = make_learner(make_dls(8, 8, y=labels[:8], x=x, valid_bs=8), create_vision_model(resnet50, 3, pretrained=False), cbs=MicroBatch(3, exact=True), splitter=params)
@@ -340,7 +340,7 @@ def test_lr_find():
 
 @pytest.mark.parametrize('patched', [False,True])
 def test_beside_accumulate_step(patched):
-    "Each batch of the loader is a whole of its own: batch norm is that of accumulation with whole batches"
+    "Batch norm sees one batch of the loader at a time, as when `AccumulateStep` accumulates whole batches"
     kw = dict(bs=8, drop_last=True)
     if not patched: return assert_same(train(bn_drop, X2, Y2, cbs=[AccumulateStep(2),MicroBatch(3, exact=True)], **kw), train(bn_drop, X2, Y2, cbs=AccumulateStep(2), **kw))
     with accumulation(2): assert_same(train(bn_drop, X2, Y2, cbs=MicroBatch(3, exact=True), **kw), train(bn_drop, X2, Y2, **kw))
@@ -372,7 +372,7 @@ def test_the_scaler():
 
 @pytest.mark.parametrize('dtype', HALF)
 def test_autocast(dtype):
-    "Half precision rounds a batch and slices differently; the threads of the slices know of it, and of a part of the model that is without it"
+    "Autocast is on in the threads of the slices too, and off in a part of the model that switches it off. Half precision rounds a batch and its slices differently"
     seen = []
     class Part(nn.Module):
         def __init__(self): super().__init__(); self.bn = nn.BatchNorm1d(8)

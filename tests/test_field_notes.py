@@ -53,7 +53,7 @@ def test_every_sample_reaches_a_step(n, steps):
     assert learn.accumulate_step.counts.n_stepped==n
 
 def left_over(cb, then, n=80, large=64, **kwargs):
-    "What `then` does after a fit that `cb` ends with gradients left over, and the same with the large batch"
+    "Run `then` after a fit that `cb` ends with gradients left over, and run the same with the large batch"
     a,b = learner(n, 8, cb, **kwargs),learner(n, large, **kwargs)
     for l in (a,b):
         l.fit(1)
@@ -141,7 +141,7 @@ def test_sum_reduction():
     assert grad_error(learn, run(once, 32, 32, loss=mean)) <= TOL
 
 def test_short_batch_of_a_language_model():
-    "A stream cut into 72 + 72 + 72 + 9 tokens: prebatched, and the reference is written by hand"
+    "A stream of text, cut into 72 + 72 + 72 + 9 tokens. The reference is a loop written by hand"
     x,y = features(2*225).reshape(2,225,6),classes(2*225).reshape(2,225)
     batches = [(x[:,i:i+72], y[:,i:i+72]) for i in range(0,225,72)]
     loss = lambda pred,targ: F.cross_entropy(pred.flatten(0,1), targ.flatten())
@@ -210,6 +210,6 @@ def test_error_table(errors):
 
 @pytest.mark.skipif(not find_spec('fastxtend'), reason='compares with fastxtend, which is not installed: it is in the extra "integrations"')
 def test_fastxtend_rules():
-    "The rules that stand for fastxtend in the table have its errors. In a process of its own, since fastxtend adds a callback to every learner"
+    "The rules of fastxtend that the table uses have the errors of fastxtend itself. It runs in its own process, since fastxtend adds a callback to every learner"
     res = subprocess.run([sys.executable, '-W', 'ignore', root/'benchmarks'/'errors.py', '--fastxtend'], capture_output=True, text=True)
     assert res.returncode==0, res.stdout+res.stderr

@@ -15,7 +15,7 @@ MID,BOUNDARY,LAST = 5,7,9   # micro-batches: in the second window, its boundary,
 drawn,windows = np.minimum(np.arange(1,11)*BS, N),{MID:32, BOUNDARY:32, LAST:12}
 
 class Data(Items):
-    "Samples of which one fails to load as long as `exc` is set"
+    "Samples; one of them fails to load while `exc` is set"
     exc = None
     def __getitem__(self, i):
         if Data.exc is not None and i==MID*BS+3: raise Data.exc('ended')
@@ -54,7 +54,7 @@ class Ending:
     def __str__(self): return self.where if self.exc is None else f'{self.nm}-{self.where}-{self.at}-{self.order}'
 
     def run(self, learn, fit):
-        "Let `fit(cbs)` end this way"
+        "Run `fit(cbs)`, and let it end in this way"
         def fail(*args):
             if learn.training and learn.epoch==0 and learn.micro.i==self.at: raise self.exc('ended')
         cbs,(loss,forward) = [],(learn.loss_func,learn.model.forward)
@@ -75,7 +75,7 @@ class Ending:
     def stepped(self): return self.at!=MID and self.where in ('after_step','after_batch')
 
     def plain(self):
-        "The ending in large batches that leaves the same weights; a window that is cut short is gone, also where plain fastai leaves its gradients"
+        "The ending that leaves the same weights when training in large batches. An open window is thrown away, though plain fastai would keep its gradients"
         where = self.where if self.goes_on else 'after_batch' if self.stepped else 'before_batch'
         return Ending(where, self.exc if self.is_caught else KeyboardInterrupt, self.at//4, self.order) if self.exc else self
 
@@ -138,7 +138,7 @@ followers = dict(fit=Self.fit(1), fit_one_cycle=Self.fit_one_cycle(1), lr_find=f
 # The table
 
 def end(ending, path, patched=False, fit=lambda l,cbs: l.fit(1, cbs=cbs)):
-    "A learner whose fit ended so, with accumulation by callback or by patch"
+    "A learner whose fit ended in this way, with accumulation by callback or by patch"
     learn = learner(BS, path, None if patched else AccumulateStep(4))
     with accumulation(4) if patched else nullcontext(): ending.run(learn, lambda cbs: fit(learn, cbs))
     return learn
@@ -157,7 +157,7 @@ def is_clean(learn):
     assert type(learn.loss_func) is nn.CrossEntropyLoss and not {'all_batches','_with_events'} & set(vars(learn))
 
 def fails_alike(e, ending, f, path):
-    "`f` fails after plain training that ended so too, with the same error"
+    "After plain training that ended in this way, `f` fails too, with the same error"
     c = learner(LARGE, path)
     ending.plain().run(c, lambda cbs: c.fit(1, cbs=cbs))
     with pytest.raises(type(e), match=re.escape(str(e)[:40])): f(c)
@@ -263,7 +263,7 @@ find_endings = [e for e in table if not e.is_caught]
 
 @pytest.mark.parametrize('ending,follower', [slow_unless(f in often and is_telling(e), e, f) for e in find_endings for f in followers])
 def test_interrupted_lr_find(ending, follower, tmp_path):
-    "What fastai leaves is left, weights and rates in mid-search, and nothing of the accumulation"
+    "What fastai itself leaves behind stays: the weights and rates of the search. Nothing of the accumulation stays"
     def fit(l, cbs):
         with l.added_cbs(cbs): l.lr_find(num_it=20, show_plot=False)
     check(ending, follower, tmp_path, fit=fit)

@@ -50,7 +50,7 @@ losses = dict(
 @modes
 @pytest.mark.parametrize('loss', losses)
 def test_losses(coupled, loss):
-    "A sum stays the sum that it is with the whole batch"
+    "A loss that sums gives the sum over the whole batch"
     kwargs = dict(loss_func=losses[loss](), opt_func=SGD)
     whole = train(**kwargs)
     assert_same(train(MicroBatch(5, coupled), **kwargs), whole)
@@ -58,7 +58,7 @@ def test_losses(coupled, loss):
     assert_same(train([MicroBatch(5, coupled),acc], **kwargs), whole)
 
 def test_weight():
-    "Of a loss that nobody knows"
+    "`weight=` for a loss that `loss_weight` does not know"
     w = tensor([1.,10.,3.]).double()
     def loss(p, y): return F.cross_entropy(p, y, weight=w)
     weight = lambda p, y: w[y].sum()
@@ -106,7 +106,7 @@ class Noisy(nn.Module):
         return self.b(self.bn(self.drop(self.a(x).tanh())*scale))
 
 class InSlices(Noisy):
-    "The same slice by slice, with the activations of all of them"
+    "The same model, slice by slice, keeping the activations of all slices"
     def forward(self, x): return torch.cat([super(InSlices, self).forward(o) for o in x.split(8)])
 
 one_group = dict(splitter=trainable_params)
@@ -311,7 +311,7 @@ class StackedCE(nn.CrossEntropyLoss): y_int = True   # as fastai's: MixUp mixes 
 
 @pytest.mark.parametrize('mix', [MixUp,CutMix])
 def test_mixup(mix, monkeypatch):
-    "Coupled, it draws as it does without; else within each slice, and trains"
+    "With `coupled=True`, MixUp draws as without slices. Otherwise it draws within each slice, and still trains"
     def images(n, bs, drop_last): return make_dls(n, bs, x=features(80, 16).view(80,1,4,4), y=classes(80), drop_last=drop_last)
     def model(): return nn.Sequential(nn.Flatten(), small_model(16))
     def mixer(): cb = mix(.4); cb.distrib = torch.distributions.Beta(*torch.tensor([.4,.4])); return cb
@@ -334,7 +334,7 @@ class Stop(Callback):
 @pytest.mark.parametrize('err', [ValueError('no'),KeyboardInterrupt(),CancelEpochException(),CancelTrainException(),CancelFitException()], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize('event', ['before_batch','after_pred','after_loss','after_backward','after_batch'])
 def test_nothing_is_left(coupled, err, event):
-    "After whatever end, the next fit is one that never was interrupted"
+    "However a fit ends, the next fit is that of a learner that was never interrupted"
     stop = Stop(event, err)
     def fit(learn):
         before = [p.detach().clone() for p in learn.model.parameters()]
@@ -351,7 +351,7 @@ def test_nothing_is_left(coupled, err, event):
     assert_same(train(MicroBatch(5, coupled), fit=fit), train(fit=clean))
 
 def test_gradients_of_a_slice():
-    "They are shares of the mean over the batch from the beginning, so that no sum can overflow where the batch did not"
+    "Each gradient is a share of the mean over the batch, so no sum can overflow if the gradient of the whole batch does not"
     grads = []
     def note(cb):
         if cb.accumulate_step.window.n_micro==1: grads.append(cb.model[0].weight.grad.clone())
@@ -378,7 +378,7 @@ def test_a_one_batch_of_the_user():
     assert seen==[16]*4+[16,8]
 
 def test_an_error_before_the_loop():
-    "Of another callback, where no event and no guard tells of it: gone by the next fit, or with the callback"
+    "Another callback fails when no event of ours follows. Everything is restored at the next fit, or when the callback is removed"
     for event in 'before_train','before_validate':
         learn = make_learner(make_dls(76, 32), cbs=MicroBatch(5))
         with learn.added_cbs(Stop(event, ValueError('no'), 1)), pytest.raises(ValueError): learn.fit(1)
@@ -429,7 +429,7 @@ class Small(Noisy):
 @pytest.mark.parametrize('n_step,bs,limit', [(1,32,8),(1,30,7),(4,8,2),(3,8,5)])
 @pytest.mark.parametrize('scaler', [False,True])
 def test_auto(coupled, where, n_step, bs, limit, scaler):
-    "The run that had used the slice that fits from the beginning, to the last bit"
+    "Bit for bit the run that uses the right size from the beginning"
     found = bs
     while found>limit: found = -(-found//2)
     more = lambda: [AccumulateStep(n_step)] + [OnCpu(init_scale=2.**10, growth_interval=2)]*scaler
@@ -449,7 +449,7 @@ def test_auto_with_weights(coupled):
     assert_same(train(MicroBatch('auto', coupled), model=partial(Small, 8), **kwargs), train(MicroBatch(8, coupled), model=Noisy, **kwargs), tol=0)
 
 def test_auto_when_memory_runs_out_before_the_model():
-    "Cutting may copy to the device: in the second window, where the first one's step has been made"
+    "Memory can also run out while a batch is cut and copied to the device: here in the second window, after the step of the first"
     k = 0
     def split(b, bs):
         nonlocal k
@@ -483,7 +483,7 @@ def test_auto_on_a_gpu(coupled, amp):
 
 @pytest.mark.parametrize('name,args', [('cuda',dict(device=torch.device('cuda'))), ('xpu',dict(device=torch.device('xpu'))), ('mps',{})])
 def test_random_state_of_an_accelerator(name, args, monkeypatch):
-    "With generators that are only told of: this machine may have none"
+    "The generators of the devices are stand-ins, since this machine may have no device"
     assert accelerators(small_model())==[]
     seen = []
     monkeypatch.setattr(torch, name, SimpleNamespace(get_rng_state=lambda **kw: seen.append(kw) or 'state', set_rng_state=lambda s, **kw: seen.append((s,kw))), raising=False)
@@ -610,7 +610,7 @@ def test_auto_validates_in_a_window(coupled):
     assert a.model.sizes[:4]==[(True,8),(True,8),(False,16),(False,8)] and (True,8) not in a.model.sizes[4:]
 
 def test_auto_in_validation():
-    "Only the validation batches are too large"
+    "Memory runs out in validation only"
     class Valid(Sizes):
         def forward(self, x):
             if not self.training and len(x)>4: raise OutOfMemory('CUDA out of memory')
@@ -743,7 +743,7 @@ def test_validation_after_accumulate_step_has_changed():
 
 @modes
 def test_callbacks_that_call_the_model(coupled):
-    "With other inputs than the batch, keywords, or from within the model"
+    "Calls of `forward` with other inputs than the batch, with keywords, or from within the model"
     class Asks(Sizes):
         def forward(self, x, scale=1.): return super().forward(x)*scale if len(x)<3 else super().forward(x)*scale + 0*self(x[:2]).sum()
     class Calls(Callback):

@@ -113,7 +113,7 @@ def test_sums(name, recwarn):
 @pytest.mark.parametrize('opt', [Adam, RAdam, QHAdam, Lamb, RMSProp, ranger, partial(OptimWrapper, opt=torch.optim.AdamW), partial(OptimWrapper, opt=torch.optim.RMSprop)],
     ids=lambda o: getattr(o, '__name__', None) or str(o.keywords['opt'].__name__))
 def test_preconditioned(opt):
-    "As the optimizer weighs the squares, from the second step on"
+    "From the second step on, the squares are weighted as the optimizer weights them"
     learn = recorded(AccumulateStep(4), opt_func=opt, dls=uneven(), preconditioned=True, n_cols=6)
     assert learn.gradient_noise.windows.pre_sum_sq.isna().tolist()==[True]+[False]*(len(learn.stored.sums)-1)
     assert isinstance(learn.gradient_noise.result().preconditioned, Noise)
@@ -248,7 +248,7 @@ def test_one_in_the_tail(recwarn):
     assert not [o for o in recwarn if 'NoiseScale' in str(o.message)]
 
 def test_not_finite():
-    "A window whose gradient is infinite leaves no trace in the estimate"
+    "A window with an infinite gradient does not count in the estimate"
     def inf(cb):
         if cb.learn.iter==1: cb.learn.loss_grad = cb.learn.loss_grad*math.inf
     learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(4), NoiseScale(), Callback(before_backward=inf)])
@@ -352,7 +352,7 @@ class Net(nn.Module):
         return self.body(self.drop(x))*self.b
 
 def frozen_state(o, seen=None):
-    "All that `o` holds, as values"
+    "Everything that `o` holds, as plain values"
     seen = {} if seen is None else seen
     if isinstance(o, Tensor): return ('tensor', o.detach().clone(), None if not o.is_leaf or o.grad is None else o.grad.clone())
     if isinstance(o, (random.Random)): return o.getstate()
@@ -444,7 +444,7 @@ def test_other_callbacks(tmp_path):
 # What it says
 
 def test_suggestion(capsys):
-    "In batches of the loader, whatever cuts them; beside the effective batch of what is on"
+    "The suggestion counts batches of the loader, also if `MicroBatch` cuts them, and names the current effective batch"
     a,b,model,*_ = population()
     def find(*cbs, **kw):
         random.seed(0)
@@ -585,7 +585,7 @@ def test_not_finite():
     assert nan_learner(TerminateOnNaNCallback()).try_windows((1,2), lr=.1, show_plot=False).train_loss.isna().all()
 
 def test_try_windows_sets_the_rate():
-    "Whatever schedule the learner has"
+    "`lr` is used even if the learner has a schedule of its own"
     seen = []
     learn = make_learner(make_dls(96, 8), cbs=[ParamScheduler({'lr':SchedCos(.1,.001)}), Callback(after_step=lambda cb: seen.append(cb.opt.hypers[-1]['lr']))])
     res = learn.try_windows((1,4), lr=.5, show_plot=False)

@@ -41,7 +41,7 @@ def ulps(a, exact):
 by_class = nn.CrossEntropyLoss(weight=torch.tensor([1.,7.,30.]).double())
 
 def test_gradients_that_the_optimizer_does_not_hold():
-    "They add up over the steps, and the sums of a window have no part in that"
+    "They add up over the steps, and do not mix with the sums of a window"
     def train(cbs):
         lf = nn.CrossEntropyLoss(weight=tensor([1.,10.,3.]).double())
         learn = make_learner(make_dls(76, 8), loss_func=lf, splitter=lambda m: [params(m[0])], cbs=[AccumulateStep(4), GradientClip(.1), *cbs])
@@ -326,7 +326,7 @@ def test_needs_accumulate_step():
     with pytest.raises(ValueError, match='GradAccumDtype: the learner has no AccumulateStep'): make_learner(make_dls(60, 8), cbs=GradAccumDtype()).fit(1)
 
 def test_peak_memory():
-    "The sums in float32 come on top of a plain run's gradients, minus those: 4 bytes a parameter for 2. If both were kept it would be 6"
+    "A plain run keeps 2 bytes a parameter for gradients. With sums in float32 it is 4; it would be 6 if both were kept"
     n,d = 8,256
     def train(cbs):
         torch.manual_seed(0)

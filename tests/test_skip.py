@@ -67,7 +67,7 @@ def test_train_metrics():
     assert rel(a.recorder.values, b.recorder.values)[0]<1e-6   # fastai's accuracy is a float32 mean
 
 def test_misuse():
-    "Too late, and where nothing is trained"
+    "Calling `drop` too late, or outside training, is an error"
     def f(cb):
         if cb.training: cb.accumulate_step.drop()
     for event in 'after_backward','after_batch':

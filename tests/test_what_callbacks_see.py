@@ -328,7 +328,7 @@ def test_parameters_that_come_in_a_window():
 @pytest.mark.parametrize('event', 'before_batch after_loss after_backward before_step after_batch'.split())
 @pytest.mark.parametrize('which', [AccumulateStep,MicroBatch])
 def test_one_of_two_removed(which, event, coupled):
-    "The other one goes on, or leaves the rest of the epoch alone"
+    "The other callback goes on, or skips the rest of the epoch"
     def remove(cb):
         if cb.training and cb.train_iter==1: cb.learn.remove_cb(which)
     learn = make_learner(make_dls(76, 8), cbs=[AccumulateStep(4), MicroBatch(3, coupled), Callback(**{event:remove})])
@@ -351,7 +351,7 @@ def test_batches_in_memory(n_step):
     assert most([AccumulateStep(n_step)])<=most([])
 
 def test_each_micro_batch_is_seen():
-    "Also one that was taken for the last of its window, and was not"
+    "Also a micro-batch that seemed to be the last of its window, and was not"
     class Sees(Callback):
         each_micro_batch,run_valid,n = True,False,0
         def after_batch(self): self.n += 1

@@ -78,7 +78,7 @@ def test_skip_non_finite(works):
     works(a, b)
 
 class Draws:
-    "In place of a Beta distribution: the next draws of a table, the same for every run"
+    "Replaces a Beta distribution by a table, so that every run has the same draws"
     def __init__(self): self.n,self.table = 0,torch.rand(1000, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     def sample(self, shape): self.n += shape[0]; return self.table[self.n-shape[0]:self.n]
 

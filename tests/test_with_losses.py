@@ -20,7 +20,7 @@ marked = [pytest.param(k, marks=marks(name, note)) for name,(ks,note) in fastais
 
 @pytest.mark.parametrize('name', marked)
 def test_flat(name, works):
-    "In float32; momentum rather than Adam, which would divide rounding by rounding"
+    "In float32, with momentum instead of Adam, since Adam would divide one rounding error by another"
     loss,y,model = (*flat[name], small_model)[:3]
     def train(bs, cbs):
         dls = make_dls(N, bs, y=y, x=features(N).float(), shuffle=False)

@@ -59,7 +59,7 @@ class Ends(Callback):
 @pytest.mark.parametrize('err', [ValueError('no'),KeyboardInterrupt(),CancelEpochException(),CancelFitException()], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize('event', ['before_batch','after_backward','before_step','after_step'])
 def test_not_held_and_cut_short(event, err):
-    "Of a window that is cut short nothing stays, and of those before it all that they have left"
+    "Nothing stays of a window that is cut short, and everything stays of the windows before it"
     grads = []
     note = Callback(after_step=lambda cb: grads.append(cb.model[2].weight.grad.clone()))
     for cbs,bs in ([],16),([AccumulateStep(2)],8):
@@ -71,7 +71,7 @@ def test_not_held_and_cut_short(event, err):
 
 @pytest.mark.parametrize('drop', [{0,1},{2,3},{1},{6,7}], ids=str)
 def test_not_held_and_left_out(drop):
-    "Windows whose micro-batches are all left out do not lose what others have left"
+    "A window whose micro-batches are all left out does not lose gradients that were there before"
     cb = Callback(after_loss=lambda cb: cb.accumulate_step.drop() if cb.training and cb.micro.i in drop else None)
     keep = [i for i in range(8) if i not in drop]
     kwargs = dict(splitter=lambda m: [params(m[0])], opt_func=SGD)
@@ -128,7 +128,7 @@ class Bag(nn.Module):
 def bag_dls(n, bs, **kwargs): return make_dls(n, bs, x=torch.randint(20, (n,3), generator=torch.Generator().manual_seed(0)), **kwargs)
 
 def dense(learn):
-    "What the optimizer got and has, as dense tensors"
+    "The gradients that the optimizer got, and its state, as dense tensors"
     grads = [[g.to_dense() for g in s['grads']] for s in learn.spy.steps]
     return grads,[p.detach() for p in learn.model.parameters()],[float(o) for o in learn.recorder.losses]
 

@@ -2,7 +2,7 @@
 from matrix import *
 
 def test_one_meaning():
-    "Tests that share a row agree on what it says"
+    "Tests that share a row say the same about it"
     rows = all_rows()
     twice = {key(r) for i,r in enumerate(rows) for o in rows[:i] if key(o)==key(r)}
     assert not twice, f'marked in two ways: {twice}'
