@@ -1,4 +1,4 @@
-"""How the check trains a copy of your learner for one step
+"""How `check_accumulation` trains a copy of your learner for one step
 
 Docs: https://fastai-accum.github.io/fastai_accum/trial.html.md"""
 
@@ -25,7 +25,7 @@ from .unchanged import LoaderState
 
 # %% ../nbs/trial.ipynb #af40a9e4
 def first_batch(learn):
-    "The first training batch of `learn`, and how many of its elements are inputs; the loader is left as it was"
+    "The first training batch of `learn`, and how many of its elements are inputs; the loader stays as it was"
     dls = learn.dls
     if not dls or not len(getattr(dls, 'loaders', [1])):
         raise ValueError("check_accumulation: the learner has no training loader; set `learn.dls`")
@@ -41,7 +41,7 @@ def first_batch(learn):
 
 # %% ../nbs/trial.ipynb #e0301e68
 class Given:
-    "In the place of the training loader `dl`, it yields `batches`; for the rest it is `dl`"
+    "Stands in for the training loader `dl`: yields `batches`, and has all other attributes of `dl`"
     _DataLoader__idxs = batch_sampler = None
     shuffle = drop_last = False
     def __init__(self, dl, batches, n_inp, bs):
@@ -56,7 +56,8 @@ class Given:
         return getattr(self.dl, k)
 
 class PlainLoss:
-    "In the place of `loss_func`, a mean over samples that share nothing; it is curved, or its gradient would be zero behind a batch norm"
+    "Stands in for `loss_func`: a mean over samples, each computed by itself"
+    # It is not linear: behind a batch norm, the gradient of a linear loss would be zero
     reduction,y_int = 'mean',True   # `MixUp` reads these
     def __init__(self, loss_func): self.loss_func = loss_func
     def __getattr__(self, k):
@@ -64,7 +65,7 @@ class PlainLoss:
         return getattr(self.loss_func, k)
     def __call__(self, pred, *yb, reduction=None):
         xs = [o for _,o in leaves(pred) if isinstance(o, Tensor) and o.is_floating_point() and o.ndim]
-        if not xs: return self.loss_func(pred, *yb)   # the model has computed it
+        if not xs: return self.loss_func(pred, *yb)   # the model returns its loss
         per = sum((1+(x-.5)**2).sqrt().flatten(1).mean(1) if x.ndim>1 else (1+(x-.5)**2).sqrt() for x in xs)
         return {'mean':per.mean, 'sum':per.sum, 'none':lambda: per}[reduction or self.reduction]()
 
@@ -72,14 +73,16 @@ class PlainLoss:
 _low = torch.float32,torch.float16,torch.bfloat16
 
 class InDouble(TorchFunctionMode):
-    "What asks for a lower floating dtype gets float64; fastai rounds losses to float32, and so do many hand-written ones"
+    "Code that asks for float32, float16 or bfloat16 gets float64: fastai's losses ask for float32, as do many others"
     def __torch_function__(self, func, types, args=(), kwargs=None):
         def raised(o): return torch.float64 if isinstance(o, torch.dtype) and o in _low else o
-        if getattr(func, '__name__', '') in ('float','half','bfloat16') and len(args)==1 and isinstance(args[0], Tensor): func = Tensor.double
-        if func is Tensor.__deepcopy__ and not args[0].is_leaf: args = args[0].detach(),args[1]   # what is left of the last batch
+        lowers = getattr(func, '__name__', '') in ('float','half','bfloat16')
+        if lowers and len(args)==1 and isinstance(args[0], Tensor): func = Tensor.double
+        # a tensor that the last batch left behind cannot be copied with its graph
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf: args = args[0].detach(),args[1]
         args,kwargs = tuple(map(raised, args)),{k:raised(v) for k,v in (kwargs or {}).items()}
         try: return func(*args, **kwargs)
-        except RuntimeError:   # a tensor of the user's that is not copied, such as global class weights
+        except RuntimeError:   # one of your tensors is not copied, such as class weights in a global variable
             found = {o.dtype for o in tree_flatten((args,kwargs))[0] if isinstance(o, Tensor) and o.is_floating_point()}
             if torch.float64 not in found or len(found)<2: raise
             args,kwargs = pytree_map(_double, (args,kwargs))
@@ -90,18 +93,28 @@ def _double(o):
     return o.to(torch.complex128) if o.is_complex() else o.double() if o.is_floating_point() else o
 
 # %% ../nbs/trial.ipynb #a5603a16
-_middle = {'randint':lambda a: ((a.get('low') or 0)+a['high'])//2, 'rand':lambda a: .5, 'rand_like':lambda a: .5, 'randn':lambda a: 0, 'randn_like':lambda a: 0,
-    'bernoulli':lambda a: a['self'] if a.get('p') is None else a['p'], 'bernoulli_':lambda a: a['p'],
-    'uniform_':lambda a: (a['from']+a['to'])/2, 'normal_':lambda a: a['mean'], 'normal':lambda a: a['mean'], 'exponential_':lambda a: 1/a['lambd']}
+_middle = {
+    'randint':      lambda a: ((a.get('low') or 0)+a['high'])//2,
+    'rand':         lambda a: .5,
+    'rand_like':    lambda a: .5,
+    'randn':        lambda a: 0,
+    'randn_like':   lambda a: 0,
+    'bernoulli':    lambda a: a['self'] if a.get('p') is None else a['p'],
+    'bernoulli_':   lambda a: a['p'],
+    'uniform_':     lambda a: (a['from']+a['to'])/2,
+    'normal_':      lambda a: a['mean'],
+    'normal':       lambda a: a['mean'],
+    'exponential_': lambda a: 1/a['lambd']}
 
 class Middles(TorchDispatchMode):
-    "Random operations return the middle of what they draw from, so that dropout drops nothing; those that are not known draw"
+    "Random operations return the middle of their range, so dropout drops nothing; operations that are not listed draw"
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags: return func(*args, **kwargs)
         name,pars = func._schema.name.split('::')[1],func._schema.arguments
         a = {**{p.name:p.default_value for p in pars}, **{p.name:v for p,v in zip(pars, args)}, **kwargs}
-        def is_share(k): return k in ('dropout','dropout_p') or name=='native_dropout' and k=='p'   # of cuDNN, of attention
+        # the dropout of cuDNN and of attention is an argument
+        def is_share(k): return k in ('dropout','dropout_p') or name=='native_dropout' and k=='p'
         off = {p.name:0. for p in pars if is_share(p.name)}
         if off:
             args = tuple(off.get(p.name, v) for p,v in zip(pars, args))
@@ -113,8 +126,8 @@ class Middles(TorchDispatchMode):
 
 # %% ../nbs/trial.ipynb #a7085e2e
 class BeforeAll(Callback):
-    "Gives each micro-batch draws and hidden states of its own, as real training does"
-    order,name = -math.inf,'gather_preds'   # as `AfterAll`: loggers keep off where the learner has one
+    "Gives each micro-batch its own random numbers and hidden state, as in real training"
+    order,name = -math.inf,'gather_preds'   # loggers do nothing if the learner has a callback with this name
     def __init__(self, resets): self.resets,self.n_micro = resets,0
     def before_batch(self):
         learn = self.learn
@@ -130,13 +143,14 @@ def _advance(devices):
     for d in ('cpu',*devices): torch.rand(1, device=d)
 
 class AfterAll(Callback):
-    "Copies the finished gradients, and ends the fit"
-    order,name = math.inf,'lr_finder'   # so do trackers
+    "Copies the complete gradients, and ends the fit"
+    order,name = math.inf,'lr_finder'   # trackers do nothing if the learner has a callback with this name
     def __init__(self, seen, loss_func, at_pred): self.seen,self.given,self.at_pred = seen,loss_func,at_pred
     def before_batch(self):
         learn,had = self.learn,self.learn.gather_preds.had
         has = _tensors([*learn.xb,*learn.yb])
-        self.seen.changed = learn.loss_func is not self.given or len(has)!=len(had) or not all(map(torch.equal, has, had))
+        same = len(has)==len(had) and all(map(torch.equal, has, had))
+        self.seen.changed = learn.loss_func is not self.given or not same
     def after_pred(self):
         learn = self.learn
         self.seen.pred = tree_map(lambda o: o.detach() if isinstance(o, Tensor) else o, learn.pred)
@@ -149,8 +163,9 @@ class AfterAll(Callback):
         raise CancelFitException
 
 # %% ../nbs/trial.ipynb #6b3c5779
-_never  = 'ProgressCallback','MixedPrecision','NonNativeMixedPrecision','DistributedTrainer','ParallelTrainer','WindowCallback'
-_always = 'TrainEvalCallback','Recorder','CastToTensor','ModelResetter','RNNCallback'
+_never  = ('ProgressCallback','MixedPrecision','NonNativeMixedPrecision',
+           'DistributedTrainer','ParallelTrainer','WindowCallback')   # never in a step
+_always = 'TrainEvalCallback','Recorder','CastToTensor','ModelResetter','RNNCallback'   # never suspects
 
 def _is_any(cb, names): return any(is_a(cb, o) for o in names)
 
@@ -159,11 +174,13 @@ class Bench:
     def __init__(self, learn, batch, n_inp, bs):
         self.learn,self.n_inp,self.model = learn,n_inp,learn.model
         while (m := getattr(self.model, '_orig_mod', get_model(self.model))) is not self.model: self.model = m
-        device = torch.device(getattr(learn.dls, 'device', None) or next(self.model.parameters()).device)   # a fit would move it there
-        self.device = torch.device('cpu') if device.type=='mps' else device   # which has no float64
+        # the device to which a fit would move the model
+        device = torch.device(getattr(learn.dls, 'device', None) or next(self.model.parameters()).device)
+        self.device = torch.device('cpu') if device.type=='mps' else device   # MPS has no float64
         self.cbs = [o for o in learn.cbs if not _is_any(o, _never)]
         self.suspects = [o for o in self.cbs if not _is_any(o, _always)]
-        self.left_out,self.keeps_loss,self.rounding,self.random,self.all = [],False,0.,RandomState([] if self.device.type=='cpu' else [self.device]),None
+        self.left_out,self.keeps_loss,self.rounding,self.all = [],False,0.,None
+        self.random = RandomState([] if self.device.type=='cpu' else [self.device])
         self.plan(batch, bs)
 
     def n_of(self, b): return count_samples(b[self.n_inp:], b[:self.n_inp])
@@ -171,35 +188,38 @@ class Bench:
 # %% ../nbs/trial.ipynb #80fbbce9
 @patch
 def plan(self:Bench, batch, bs):
-    "Cut the samples as the callbacks of the learner would"
+    "Cut the samples as the learner's callbacks would"
     on = getattr(defaults, 'accumulation', None)
     self.acc,self.cut = (first_of(self.learn, o) for o in ('AccumulateStep','MicroBatch'))
     self.is_own = bool(self.acc or self.cut or on)
-    if self.acc is None and (on or self.cut is None): self.acc = AccumulateStep(**on.settings) if on else AccumulateStep(n_step=2)
+    if self.acc is None and (on or self.cut is None):
+        self.acc = AccumulateStep(**on.settings) if on else AccumulateStep(n_step=2)
     both = self.acc is not None and self.cut is not None
     self.split = getattr(self.cut, 'split', None) or slices
     self.n = min(bs*(1+both), self.n_of(batch))
-    self.n -= self.n%2 if self.n>3 else 0   # halves of one size
+    self.n -= self.n%2 if self.n>3 else 0   # so that both halves have the same size
     if self.n<2:
-        raise ValueError(f"check_accumulation: the first training batch has {self.n} sample, and at least 2 are needed; set a larger batch size in the loader to check")
+        raise ValueError(f"check_accumulation: the first training batch has {self.n} sample, and at least 2 are needed"
+                         "; set a larger batch size in the loader")
     self.half = -(-self.n//2)
     self.size = max(1, self.half//2) if both else self.half   # of a micro-batch
-    self.drawn = tree_map(lambda o: _double(o.to(self.device)) if isinstance(o, Tensor) else o, self.split(batch, 8*self.n)[0])
+    def moved(o): return _double(o.to(self.device)) if isinstance(o, Tensor) else o
+    self.drawn = tree_map(moved, self.split(batch, 8*self.n)[0])
     self.take(self.split(self.drawn, self.n)[0])
 
 @patch
 def take(self:Bench, batch):
-    "Compare on the samples of `batch`"
+    "Use the samples of `batch`"
     self.batch,self.parts = batch,self.split(batch, self.half) if self.acc else [batch]
     self.known = None,None
 
 def anew(cb):
-    "The same callback, in no learner"
+    "A copy of the callback that belongs to no learner"
     return None if cb is None else deepcopy(cb, {id(cb.learn):None})
 
 @patch
 def windows(self:Bench):
-    "The callbacks that make the windows, as in the learner but for the numbers of samples"
+    "Copies of the learner's callbacks that make windows, with other numbers of samples"
     acc,cut = map(anew, (self.acc,self.cut))
     if acc: acc.n_step,acc.n_samples = (None,self.n) if acc.n_samples else (len(self.parts),None)
     if cut: cut.bs = self.size
@@ -210,7 +230,7 @@ _of_batch = 'xb','yb','pred','loss','loss_grad','dl','opt','opt_func','_metrics'
 
 @patch
 def copied(self:Bench, parts, cbs, own_loss):
-    "A copy of the learner that trains on `parts`, with `cbs` of its callbacks, and its own loss or a `PlainLoss`"
+    "A copy of the learner that trains on `parts`, with the callbacks `cbs`, and with its own loss or a `PlainLoss`"
     learn,shell,dls = self.learn,object.__new__(type(self.learn)),copy(self.learn.dls)
     dl = Given(dls.train, parts, self.n_inp, self.n_of(parts[0]))
     if '_device' in vars(dls): dls._device = self.device
@@ -221,8 +241,8 @@ def copied(self:Bench, parts, cbs, own_loss):
     given = set(memo)
     model = memo[id(learn.model)] = _uncompiled_modules(deepcopy(self.model, memo))
     loss_func,cbs = deepcopy(learn.loss_func, memo),[self._try(o, memo) for o in cbs]
-    vars(shell).update(dls=dls, model=model, loss_func=loss_func, opt_func=SGD, opt=None, cbs=L(), lock=threading.Lock(),
-                       logger=noop, _metrics=L(), create_mbar=False,
+    vars(shell).update(dls=dls, model=model, loss_func=loss_func, opt_func=SGD, opt=None, cbs=L(),
+                       lock=threading.Lock(), logger=noop, _metrics=L(), create_mbar=False,
                        xb=(None,), yb=(None,), pred=None, loss=None)
     for k,v in vars(learn).items():
         if k in vars(shell) or k in _of_batch or isinstance(v, (Callback,Replaced)): continue
@@ -231,9 +251,10 @@ def copied(self:Bench, parts, cbs, own_loss):
     for k,o in memo.items():
         if k in given or not isinstance(o, Tensor): continue
         o.data,o.grad = _double(o.data.to(self.device) if o.device.type=='mps' else o.data),None
-    for p,q in zip(self.model.parameters(), model.parameters()):   # `deepcopy` leaves their hooks out
+    for p,q in zip(self.model.parameters(), model.parameters()):   # `deepcopy` does not copy their hooks
         for h in (p._backward_hooks or {}).values(): q.register_hook(h)
-        for h in (getattr(p, '_post_accumulate_grad_hooks', None) or {}).values(): q.register_post_accumulate_grad_hook(h)
+        after = getattr(p, '_post_accumulate_grad_hooks', None) or {}
+        for h in after.values(): q.register_post_accumulate_grad_hook(h)
     shell.loss_func = _uncompiled(loss_func) if own_loss else PlainLoss(loss_func)
     return shell.add_cbs([o for o in cbs if o is not None])
 
@@ -241,7 +262,7 @@ def copied(self:Bench, parts, cbs, own_loss):
 @patch
 def _try(self:Bench, o, memo):
     "A deep copy of `o`, or `None` if it cannot be copied"
-    had = {*memo, id(memo)}   # there `deepcopy` keeps alive what it has seen
+    had = {*memo, id(memo)}   # at `id(memo)`, `deepcopy` keeps what it has seen alive
     try: return deepcopy(o, memo)
     except Exception:
         for k in {*memo}-had: del memo[k]
@@ -261,7 +282,8 @@ def _uncompiled_modules(model):
 # %% ../nbs/trial.ipynb #43e0d425
 @patch
 def train(self:Bench, parts, windows, on, watch=False, at_pred=False, jitter=False):
-    "What a step on `parts` sees, and its gradients, with the callbacks `windows` and with what is `on` of the suspects; it can end `at_pred`; with `jitter` in the last digit of the parameters"
+    "Train for one step on `parts` with the callbacks `windows` and the suspects that are `on`; return what was seen"
+    # `watch`: note where norms and draws are; `at_pred`: end there; `jitter`: change the last digit of the parameters
     if self.keeps_loss: on = {*on,'loss'}
     seen = SimpleNamespace(grads=None, changed=False, norms=[], draws=[])
     shell = self.copied(parts, [o for o in self.cbs if o in on or o not in self.suspects], 'loss' in on)
@@ -270,28 +292,32 @@ def train(self:Bench, parts, windows, on, watch=False, at_pred=False, jitter=Fal
     self.suspend(shell, on, seen if watch else None)
     for p in shell.model.parameters() if jitter else (): p.data *= 1 + 2e-16*torch.randn_like(p)
     self.random.restore()
-    shell.add_cbs([BeforeAll(bool(first_of(shell, 'ModelResetter'))), *windows, AfterAll(seen, shell.loss_func, at_pred)])
+    resets = bool(first_of(shell, 'ModelResetter'))
+    shell.add_cbs([BeforeAll(resets), *windows, AfterAll(seen, shell.loss_func, at_pred)])
     try: shell.fit(1)
     except Exception as e:
         if 'more than 1 value per channel' in str(e):
-            raise ValueError(f"check_accumulation: batch norm needs two samples in a micro-batch, and here it has {self.size}; "
-                             "pass bs=4 or more, and load batches that are as large") from e
-        if hasattr(e, 'add_note'): e.add_note('check_accumulation: this happened in a step of a copy of the learner, in float64')
+            raise ValueError("check_accumulation: batch norm needs two samples in a micro-batch, and here it has "
+                             f"{self.size}; pass bs=4 or more, and load batches of at least this size") from e
+        if hasattr(e, 'add_note'):
+            e.add_note('check_accumulation: this error was raised in one step of a copy of the learner, in float64')
         raise
     finally: self.random.restore()
     if seen.grads is None and not at_pred:
-        raise RuntimeError("check_accumulation: the learner has made no step on the first batch; a callback has cancelled it")
+        raise RuntimeError("check_accumulation: the learner made no step on the first batch; a callback cancelled it")
     return seen
 
 # %% ../nbs/trial.ipynb #0409980e
 @patch
 def suspend(self:Bench, shell, on, seen):
-    "Put batch norm and draws out of action in the model of `shell`, unless they are `on`; `seen` notes where they come"
-    from fastai_accum.draws import Draws   # not sooner: older PyTorch cannot
+    "Switch off batch norm and draws in the model of `shell`, unless they are `on`; note in `seen` where they are"
+    from fastai_accum.draws import Draws   # imported here, because an older PyTorch cannot import it
     from fastai_accum.lockstep import AtNorms
     from fastai_accum.rehearsal import Names
     model,names = shell.model,Names(shell.model)
-    def where(): return first(names.names[m] for m in reversed(names.running) if names.names.get(m)) or type(model).__name__
+    def where():
+        "The name of the innermost module that runs"
+        return first(names.names[m] for m in reversed(names.running) if names.names.get(m)) or type(model).__name__
     def note(o, f): seen.norms.append(where()); return f()
     def off():
         if 'batch norm' not in on: yield AtNorms(lambda o, f: F.softsign(o.input))
@@ -309,8 +335,9 @@ def suspend(self:Bench, shell, on, seen):
             res = f(*args, **kwargs)
         if seen is None: return res
         seen.draws += [o.where for o in draws.draws if o.moved]
-        now = random.getstate(),np.random.get_state()[1:3]
-        if 'dropout' in on and (now[0]!=was[0] or now[1][1]!=was[1][1] or (now[1][0]!=was[1][0]).any()): seen.draws.append(type(model).__name__)
+        (py,(keys,pos)),(py_was,(keys_was,pos_was)) = (random.getstate(),np.random.get_state()[1:3]),was
+        moved = py!=py_was or pos!=pos_was or (keys!=keys_was).any()   # Python or NumPy has drawn
+        if 'dropout' in on and moved: seen.draws.append(type(model).__name__)
         return res
     if not isinstance(model, torch.jit.ScriptModule): vars(model)['forward'] = partial(inside, model.forward)
     def backward(f):
@@ -320,7 +347,7 @@ def suspend(self:Bench, shell, on, seen):
     vars(shell)['_backward'] = partial(backward, shell._backward)   # where checkpoints run the model again
 
 # %% ../nbs/trial.ipynb #2fbc1909
-tol = 1e-8   # Rounding in float64 stays below, but for deep stacks of batch norm over few samples, where it is measured
+tol = 1e-8   # Rounding in float64 is smaller, except in deep stacks of batch norm over few samples: there we measure it
 
 def _relative(a, b):
     "The relative error of the gradients `a` against `b`"
@@ -332,7 +359,7 @@ def _relative(a, b):
 
 @patch
 def large(self:Bench, on):
-    "What a step on all samples sees and gives"
+    "The step on all samples at once"
     if self.known[0]!=on: self.known = on,self._large(on)
     return self.known[1]
 
@@ -341,11 +368,11 @@ def _large(self:Bench, on, cbs=(), **kwargs):
     try: return self.train([self.batch], [*cbs], on, watch=True, **kwargs)
     except Exception:
         if not self.is_own: raise
-        return self.train([self.batch], [AccumulateStep(1), *cbs], on, watch=True, **kwargs)   # some callbacks cannot do without
+        return self.train([self.batch], [AccumulateStep(1), *cbs], on, watch=True, **kwargs)   # a callback may need it
 
 @patch
 def error(self:Bench, on, way=None):
-    "The error of a step in micro-batches, of the learner's own or of another `way`, with what is `on` of the suspects"
+    "The error of a step in the learner's own micro-batches, or in another `way`, with the suspects that are `on`"
     on = frozenset(on)
     for _ in range(8):
         parts,windows = (self.parts,self.windows()) if way is None else way()
@@ -353,12 +380,12 @@ def error(self:Bench, on, way=None):
         self.raw = err = _relative(self.train(parts, windows, on).grads, large.grads)
         if err>tol: return self.above_rounding(err, on)
         if not large.draws or getattr(last(windows), 'shows_whole', False): return err
-        self.redraw()   # few draws may be the same by luck
+        self.redraw()   # a few draws may be equal by luck
     return err
 
 @patch
 def above_rounding(self:Bench, err, on):
-    "`err`, or `tol` if another last digit of the parameters makes about as much: few samples can be amplified by batch norm"
+    "`err`, or `tol` if it is only rounding: batch norm over few samples amplifies the last digit of the parameters"
     rounding = _relative(self._large(on, jitter=True).grads, self.large(on).grads)
     self.rounding = max(self.rounding, rounding)
     return err if err>100*rounding else tol

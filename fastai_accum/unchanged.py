@@ -1,4 +1,4 @@
-"""What a trial run changes in a learner, and how it is restored
+"""A block in which a learner may train; afterwards it is as it was before
 
 Docs: https://fastai-accum.github.io/fastai_accum/unchanged.html.md"""
 
@@ -20,21 +20,23 @@ from .rewind import RandomState,_n_autocast,accelerators
 # %% ../nbs/unchanged.ipynb #5db481a3
 _opaque = type,FunctionType,MethodType,ModuleType,Tensor,nn.Module,pd.DataFrame
 def _rng(o):
-    "How to read and to set the state of a generator; `None` for other objects"
+    "The functions that get and set the state of a generator; `None` for other objects"
     if isinstance(o, random.Random): return o.getstate,o.setstate
     if isinstance(o, (torch.Generator,np.random.RandomState)): return o.get_state,o.set_state
-    if isinstance(o, np.random.Generator): return lambda: o.bit_generator.state,partial(setattr, o.bit_generator, 'state')
+    if isinstance(o, np.random.Generator):
+        return lambda: o.bit_generator.state,partial(setattr, o.bit_generator, 'state')
 
 def _is_order(o):
-    "Whether `o` may be the order of samples, which a sampler shuffles in place"
-    return isinstance(o, np.ndarray) and o.ndim==1 and o.dtype.kind=='i' and o.flags.writeable or isinstance(o, Tensor) and o.ndim==1 and o.dtype==torch.int64
+    "Whether `o` may be the order of the samples, which a sampler shuffles in place"
+    if isinstance(o, np.ndarray): return o.ndim==1 and o.dtype.kind=='i' and o.flags.writeable
+    return isinstance(o, Tensor) and o.ndim==1 and o.dtype==torch.int64
 
 def _same(a, b):
     if isinstance(a, dict): a,b = ([o for kv in x.items() for o in kv] for x in (a,b))
     return len(a)==len(b) and all(x is y for x,y in zip(a, b))
 
 class LoaderState:
-    "The attributes, lists and generators of `dl` and of the objects that it is made of, as they are now"
+    "The attributes, lists and generators of `dl` and of the objects that it consists of, as they are now"
     def __init__(self, dl):
         self.held,self.states,self.orders,todo,seen = [],[],[],[dl],set()
         while todo:
@@ -48,13 +50,13 @@ class LoaderState:
             elif isinstance(o, (list,dict)) or hasattr(o, '__dict__'):
                 d = o if isinstance(o, (list,dict)) else vars(o)
                 self.held.append((d, copy(d)))
-                if len(d)<100: todo += d.values() if isinstance(d, dict) else d   # not the items of a dataset
+                if len(d)<100: todo += d.values() if isinstance(d, dict) else d   # longer ones are the items of a data set
             elif isinstance(o, tuple) and len(o)<100: todo += o
         n_cuda = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
         self.random = RandomState([torch.device('cuda', i) for i in range(n_cuda)])
 
     def restore(self):
-        "Set all of it to what it was"
+        "Set everything back"
         for d,was in self.held:
             if _same(d, was): continue
             d.clear()
@@ -69,7 +71,7 @@ _loaders = DataLoaders,DataLoader,torch.utils.data.DataLoader
 _holders = Learner,Callback,Metric,nn.Module,BaseLoss,_BaseOptimizer,torch.optim.Optimizer,L,Replaced,SimpleNamespace
 
 class Remembered:
-    "What `learn` holds now"
+    "Everything that `learn` holds now"
     def __init__(self, learn):
         self.learn,self.random,self.n_autocast = learn,RandomState(accelerators(learn.model)),_n_autocast()
         self.loaders,self.attrs,self.contents,self.tensors,self.arrays,self.states,self.grads = ([] for _ in range(7))
@@ -103,8 +105,8 @@ class Remembered:
 # %% ../nbs/unchanged.ipynb #2e373b17
 @patch
 def restore(self:Remembered):
-    "Let the learner be what it was"
-    for on in self.learn.cbs.attrgot('autocast').filter():   # of mixed precision, in the middle of a forward pass
+    "Set the learner back"
+    for on in self.learn.cbs.attrgot('autocast').filter():   # mixed precision may have stopped in a forward pass
         while _n_autocast()>self.n_autocast: on.__exit__(None, None, None)
     for o,was in self.attrs:
         for k in set(vars(o))-set(was): del vars(o)[k]
@@ -123,11 +125,11 @@ def restore(self:Remembered):
 # %% ../nbs/unchanged.ipynb #b877df90
 @contextmanager
 def unchanged(learn):
-    "A block for a trial, without the learner's own `AccumulateStep`; the learner is as before afterwards"
+    "A block for a trial, without the learner's own `AccumulateStep`; afterwards the learner is as it was"
     was = Remembered(learn)
     try:
-        for t,_ in was.grads: t.grad = None   # the block would clear them in place
-        off = 'AccumulateStep','NoiseScale','CSVLogger'   # the last would begin its file anew
+        for t,_ in was.grads: t.grad = None   # or the trial would clear them in place
+        off = 'AccumulateStep','NoiseScale','CSVLogger'   # `CSVLogger` would start its file again
         learn.remove_cbs(learn.cbs.filter(lambda o: any(is_a(o, k) for k in off)))
         yield
     finally: was.restore()
