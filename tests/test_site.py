@@ -60,7 +60,7 @@ def unrendered(page):
     formulas = page.evaluate("""[...document.querySelectorAll('main .math')]
         .filter(o => !o.querySelector('math, mjx-container, .katex') || o.querySelector('merror, .katex-error'))
         .map(o => o.textContent)""")
-    return formulas + re.findall(r'\]\(|\$[^$\n]+\$|\\[()[\]].*|\\[a-zA-Z]{2,}.*', page.evaluate(PROSE))
+    return formulas + re.findall(r'.{,40}\]\(.{,40}|\$[^$\n]+\$|\\[()[\]].*|\\[a-zA-Z]{2,}.*', page.evaluate(PROSE))
 
 def cut(page):
     "The longest line of each block of code or output that is wider than its box"
