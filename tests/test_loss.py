@@ -215,7 +215,7 @@ def test_mixup(loss):
         if 'y_int' in loss.__dict__: del loss.y_int
 
 def test_two_denominators():
-    "The README's row: label smoothing with class weights has two denominators, and no weight makes it exact"
+    "Label smoothing with class weights divides by two numbers, so no single weight makes it exact"
     for loss,y in (LabelSmoothingCrossEntropy(weight=W), rare()), (LabelSmoothingCrossEntropy(), ignoring(.9)):
         a,b = pair(loss, y, fit=lambda l: l.fit(1))
         err = rel(snapshot(a)['step.grads'][:1], snapshot(b)['step.grads'][:1])[0]
