@@ -1,4 +1,4 @@
-"""Slices of a batch get their rows of the random numbers that the whole batch would draw
+"""Each slice gets its rows of the random numbers that the whole batch would draw
 
 Docs: https://fastai-accum.github.io/fastai_accum/draws.html.md"""
 
@@ -15,20 +15,22 @@ from torch.utils._pytree import tree_flatten,tree_unflatten
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # %% ../nbs/draws.ipynb #4692306b
-class Differs(RuntimeError): "The model does not do what it did before"
+class Differs(RuntimeError): "The model does something else than it did before"
 
 @dataclass
 class Draw:
     "An operation that has drawn random numbers"
     func:Any       # PyTorch's operation
-    sizes:list     # The shapes of its tensors and its numbers, results included; other arguments are `None`
+    sizes:list     # The shapes of its tensors and its numbers, with the results; `None` for other arguments
     orders:list    # The dimensions of each tensor in the order of memory
-    where:str      # The module in which it was called
-    moved:bool     # Whether the generator has moved; attention without dropout leaves it where it was
+    where:str      # The module that called it
+    moved:bool     # Whether the generator has moved; attention without dropout does not move it
 
 def _is_seeded(func): return torch.Tag.nondeterministic_seeded in func.tags
 
-def _size(o): return tuple(o.shape) if isinstance(o, Tensor) else o if isinstance(o, int) and not isinstance(o, bool) else None
+def _size(o):
+    if isinstance(o, Tensor): return tuple(o.shape)
+    return o if isinstance(o, int) and not isinstance(o, bool) else None
 
 def _order(o): return sorted(range(o.ndim), key=lambda d: -o.stride(d)) if isinstance(o, Tensor) else None
 
@@ -46,16 +48,16 @@ def _generator(args, kwargs):
 
 # %% ../nbs/draws.ipynb #ac5bcce6
 class Draws(TorchDispatchMode):
-    "Note what is drawn while it is on, in `draws`"
+    "A context that notes in `draws` what is drawn"
     def __init__(self,
-        where:Callable=lambda: '' # The name of the module that is running
+        where:Callable=lambda: '' # Returns the name of the module that is running
     ):
         super().__init__()
-        self.where,self.draws,self.states = where,[],{}   # the state that each generator had before
+        self.where,self.draws,self.states = where,[],{}   # the state of each generator before its first draw
 
     @contextmanager
     def put_back(self):
-        "Afterwards, set the generators to what they were"
+        "A context that sets the generators back at its end"
         try: yield
         finally:
             for g,state in self.states.items(): g.set_state(state)
@@ -67,17 +69,19 @@ class Draws(TorchDispatchMode):
         before,out = g.get_state(),func(*args, **kwargs)
         self.states.setdefault(g, before)
         found = tree_flatten((args,kwargs,out))[0]
-        self.draws.append(Draw(func, [_size(o) for o in found], [_order(o) for o in found], self.where(), not torch.equal(before, g.get_state())))
+        moved = not torch.equal(before, g.get_state())
+        self.draws.append(Draw(func, [_size(o) for o in found], [_order(o) for o in found], self.where(), moved))
         return out
 
 # %% ../nbs/draws.ipynb #52390824
-_known = set('bernoulli bernoulli_ rand randn randint rand_like randn_like randint_like uniform uniform_ normal normal_ exponential_ geometric_ log_normal_ '
-             'cauchy_ random_ native_dropout'.split())   # each element takes the same share of the generator, whatever the others are
+_known = set('bernoulli bernoulli_ rand randn randint rand_like randn_like randint_like uniform uniform_ normal '
+             'normal_ exponential_ geometric_ log_normal_ cauchy_ random_ native_dropout'.split())
+# of these, each element takes the same share of the generator, whatever the others are
 
 def _name(func): return func._schema.name.split('::')[1]
 
 def _batch_dim(x, y, n, m):
-    "Where the sizes `x` of `n` samples and `y` of `m` samples have the batch, and the rows of a sample; `None` if they are the same"
+    "The dimension of the samples in the sizes `x` and `y`, and the rows of a sample there; `None` if they are equal"
     if x==y: return None
     if isinstance(x, int) and isinstance(y, int): x,y = (x,),(y,)
     if isinstance(x, tuple) and isinstance(y, tuple) and len(x)==len(y):
@@ -90,56 +94,66 @@ def batch_dims(
     b:list, # The draws of `m` samples
     n:int,
     m:int
-)->list: # Each draw of `b`, with the place of the batch in each of its sizes
-    "Where the draws have the batch"
+)->list: # Each draw of `b`, with the place of the samples in each of its sizes
+    "Find where the draws have the samples"
     if [o.func for o in a]!=[o.func for o in b]:
-        raise ValueError(f"exact=True: the model draws {len(a)} times for {n} samples and {len(b)} times for {m}, so the draws of the batch cannot be told")
+        raise ValueError("MicroBatch: exact=True is not possible: "
+            "the model does not draw the same random numbers for "
+            f"{n} samples ({len(a)} draws) and for {m} ({len(b)} draws); leave exact out")
     res = []
     for x,y in zip(a, b):
         if not x.moved and not y.moved: res.append((y,None)); continue
         where = f"{y.where or 'the model'} draws with {_name(y.func)}"
         try: dims = [_batch_dim(i, j, n, m) for i,j in zip(x.sizes, y.sizes, strict=True)]
         except ValueError:
-            raise ValueError(f"exact=True: {where} sizes {x.sizes} for {n} samples and {y.sizes} for {m}, and which dimension is the batch's "
-                             "cannot be told; draw a row for each sample, or leave exact out") from None
+            raise ValueError("MicroBatch: exact=True is not possible: "
+                f"{where}. Its sizes, {x.sizes} for {n} samples and {y.sizes} for {m}, "
+                "do not show which dimension has the samples. "
+                "Draw a row for each sample, or leave exact out") from None
         if any(dims) and _name(y.func) not in _known:
-            raise ValueError(f"exact=True: {where}, whose numbers for a slice cannot be told from those for the batch; set its probability to 0, "
-                             "or leave exact out")
+            raise ValueError("MicroBatch: exact=True is not possible: "
+                f"{where}. We don't know how to give a slice its part of "
+                "what this operation draws for the batch. Set its probability to 0, or leave exact out")
         res.append((y,dims))
     return res
 
 # %% ../nbs/draws.ipynb #6b1c2acc
 class Dealt(TorchDispatchMode):
-    "Give a slice its rows of what the whole batch draws"
+    "A context that gives a slice its rows of what the whole batch draws"
     def __init__(self,
         plan:list, # What `batch_dims` returned
         i:int, # Samples before the slice
         n:int, # Samples in the slice
         total:int, # Samples in the batch
-        start:dict # The state that each generator had before the batch; filled as they are met
+        start:dict # The state of each generator before the batch; filled when it first draws
     ):
         super().__init__()
         self.plan,self.at,self.start = iter(plan),(i,n,total),start
-        self.states = {}   # of each generator, after the draws of this slice
+        self.states = {}   # the state of each generator after the draws of this slice
 
     def __exit__(self, *args):
         super().__exit__(*args)
         if args[0] is None and next(self.plan, None) is not None:
-            raise Differs("MicroBatch: exact=True, and a slice has drawn fewer random numbers than the first samples of the batch; "
-                          "what the model draws must not depend on the samples")
+            raise Differs("MicroBatch: exact=True is not possible: "
+                "a slice has drawn fewer random numbers than the first samples "
+                "of the batch; what the model draws must not depend on the samples")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if not _is_seeded(func): return func(*args, **kwargs)
         draw,dims = next(self.plan, (None,None))
         if draw is None or draw.func is not func:
-            raise Differs(f"MicroBatch: exact=True, and the model draws with {_name(func)} where it drew {'nothing' if draw is None else 'with '+_name(draw.func)} "
+            before = 'nothing' if draw is None else f'with {_name(draw.func)}'
+            raise Differs("MicroBatch: exact=True is not possible: "
+                f"the model draws with {_name(func)}, although it drew {before} "
                 "for the first samples of this batch; what it draws must not depend on the samples")
         g = _generator(args, kwargs)
         if dims is None:
             before,out = g.get_state(),func(*args, **kwargs)
             if torch.equal(before, g.get_state()): return out
-            raise Differs(f"MicroBatch: exact=True, and {_name(func)} draws, which drew nothing for the first samples of this batch")
+            raise Differs("MicroBatch: exact=True is not possible: "
+                f"{_name(func)} draws random numbers, "
+                "although it drew none for the first samples of this batch")
         g.set_state(self.states.get(g) if g in self.states else self.start.setdefault(g, g.get_state()))
         out = self._deal(func, args, kwargs, draw, dims)
         self.states[g] = g.get_state()
@@ -155,7 +169,7 @@ class Dealt(TorchDispatchMode):
         return tree_unflatten([self._rows(o, d, grown, given) for o,d in zip(outs, dims)], out_spec)
 
     def _grow(self, o, dim, order):
-        "`o` as large as it is for the whole batch"
+        "`o` in the size that it has for the whole batch"
         if dim is None: return o
         (d,c),(i,n,total) = dim,self.at
         if not isinstance(o, Tensor): return c*total
@@ -167,8 +181,8 @@ class Dealt(TorchDispatchMode):
         return res
 
     def _rows(self, o, dim, grown, given):
-        "The rows of the slice of a result `o`"
+        "The rows of the slice in a result `o`"
         if dim is None: return o
         (d,c),(i,n,_) = dim,self.at
         rows,own = o.narrow(d, c*i, c*n),first(x for x,y in zip(given, grown) if y is o)
-        return rows.clone() if own is None else own.copy_(rows)   # some operations fill what they are given
+        return rows.clone() if own is None else own.copy_(rows)   # some operations fill their argument

@@ -1,4 +1,4 @@
-"""Slices of a batch wait for each other at each batch norm, which normalises by the statistics of all of them
+"""Slices of a batch wait for each other at each batch norm, which uses the statistics of all of them
 
 Docs: https://fastai-accum.github.io/fastai_accum/lockstep.html.md"""
 
@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from .draws import Differs
 
 # %% ../nbs/lockstep.ipynb #c9201e89
-class Abandoned(BaseException): "Ends a slice that waits, when another one has failed"
+class Abandoned(BaseException): "Ends a slice that waits, after another slice has failed"
 
 class Waiting:
-    "`f(self)` in a thread of its own; it can wait in the middle, with `wait`, and goes on at the next `resume`"
+    "Runs `f(self)` in its own thread; `f` can wait in the middle, with `wait`, and goes on at the next `resume`"
     def __init__(self, f):
         self.f,self.result,self.error,self.done,self.abandoned,self.at = f,None,None,False,False,None
         self._go,self._back = threading.Lock(),threading.Lock()
@@ -41,13 +41,13 @@ class Waiting:
         _release(self._back)
 
     def wait(self, at):
-        "Called by `f`: wait for the next `resume`; `at` says where it waits"
+        "Called by `f`: wait for the next `resume`; `at` says where `f` waits"
         self.at = at
         if not self.abandoned: _release(self._back); self._go.acquire()
         if self.abandoned: raise Abandoned
 
     def resume(self):
-        "Run `f` until it waits or ends; what it raises is raised here"
+        "Run `f` until it waits or ends; an error in `f` is raised here"
         if not self.thread.ident: self.thread.start()
         self._go.release(); self._back.acquire()
         if self.error is not None:
@@ -55,18 +55,18 @@ class Waiting:
             raise e
 
     def abandon(self):
-        "Let the thread end where it waits; or where it would wait next, if Ctrl-C came while it runs"
+        "End the thread where it waits, or where it would wait next if Ctrl-C comes while it runs"
         self.abandoned = True
         _release(self._go)
 
     def close(self):
         "Wait for the end of the thread"
         try: self.thread.join()
-        except RuntimeError: pass   # it has not begun, or Ctrl-C came while it began: then it ends by itself
+        except RuntimeError: pass   # it has not begun, or Ctrl-C came while it began; then it ends by itself
         self.f = self.result = self.error = self.at = None
 
 def in_thread(f):
-    "What `f` returns, from a thread of its own: Ctrl-C waits for its end, and does not come in the middle of PyTorch's modes, which that would break"
+    "What `f` returns, from its own thread, so that Ctrl-C waits for its end and does not break PyTorch's modes"
     w = Waiting(lambda _: f())
     try: w.resume(); return w.result
     finally: w.abandon(); w.close()
@@ -77,19 +77,21 @@ def _release(lock):
 
 # %% ../nbs/lockstep.ipynb #2ad2cb63
 class ThreadState:
-    "What PyTorch keeps for each thread, as it is now; `with` it, another thread has the same"
+    "What PyTorch keeps for each thread, as it is now; inside `with`, another thread has the same"
     def __init__(self):
         self.grad,self.cache = torch.is_grad_enabled(),torch.is_autocast_cache_enabled()
         kinds = ['cpu'] + [o for o in ('cuda','xpu','mps') if getattr(torch, o).is_available()]
         self.autocast = [(o, torch.get_autocast_dtype(o), torch.is_autocast_enabled(o)) for o in kinds]
         self.modes = _get_current_function_mode_stack(),_get_current_dispatch_mode_stack()
-        self.streams = [torch.cuda.current_stream()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+        has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        self.streams = [torch.cuda.current_stream()] if has_cuda else []
 
     def __enter__(self):
         self.stack = ExitStack()
-        for s in self.streams: self.stack.enter_context(torch.cuda.stream(s))   # its device, too
+        for s in self.streams: self.stack.enter_context(torch.cuda.stream(s))   # this sets the device too
         self.stack.enter_context(torch.set_grad_enabled(self.grad))
-        for kind,dtype,on in self.autocast: self.stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=self.cache))
+        for kind,dtype,on in self.autocast:
+            self.stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=self.cache))
         functions,dispatches = self.modes
         for m in functions:  torch._C._push_on_torch_function_stack(m)
         for m in dispatches: torch._C._push_on_torch_dispatch_stack(m)
@@ -101,34 +103,38 @@ def _dims(x): return [0,*range(2,x.ndim)]
 def _by_channel(v, x): return v.view(1,-1,*[1]*(x.ndim-2)).to(x.dtype)
 def _wide(x): return x.float() if x.dtype in (torch.float16,torch.bfloat16) else x
 
-def _is_computed(o): return o is not None and not o.is_leaf   # such as the absolute value of a parameter, anew for each slice
+def _is_computed(o): return o is not None and not o.is_leaf   # such as the absolute value of a parameter
 
 class Meeting:
     "A batch norm at which the slices meet"
     def __init__(self, args, where):
         self.args,self.where = args,where
-        self.n,self.mean,self.sq = [],[],[]                  # of each slice
-        self.tokens,self.grads,self.sums = [],{},None        # what ties the slices together; the gradients of each slice, and their sums
-        self.size,self.left = None,0                         # of all activations; slices that have not taken back theirs
+        self.n,self.mean,self.sq = [],[],[]   # of each slice
+        self.tokens = []                      # what ties the slices together
+        self.grads,self.sums = {},None        # the gradients of each slice, and their sums
+        self.size = None                      # the shape of all activations
+        self.left = 0                         # the number of slices that have not fetched their gradients
 
     def take(self, x):
         "Add up the activations `x` of the next slice"
         x = _wide(x)
         n = x.numel()//x.shape[1]
-        mean = x.sum(_dims(x))/max(n, 1)   # a mask may leave a slice nothing
+        mean = x.sum(_dims(x))/max(n, 1)   # a mask may leave a slice empty
         d = x-_by_channel(mean, x)   # `var_mean` takes five times as long on a CPU
         self.n.append(n); self.mean.append(mean); self.sq.append((d*d).sum(_dims(x)))
         self.size = (self.size[0]+len(x),*x.shape[1:]) if self.size else tuple(x.shape)
 
     def is_at(self, o):
-        "Whether another slice that came to a norm with the arguments `o` has come to this one"
+        "Whether a slice that came to a norm with the arguments `o` has come to this meeting"
         pairs = [(getattr(self.args, k), getattr(o, k)) for k in ('weight','bias','running_mean','running_var')]
-        return self.args.eps==o.eps and all(a is b or _is_computed(a) and _is_computed(b) and a.shape==b.shape for a,b in pairs)
+        def same(a, b): return a is b or _is_computed(a) and _is_computed(b) and a.shape==b.shape
+        return self.args.eps==o.eps and all(same(a, b) for a,b in pairs)
 
     def finish(self):
-        "All have arrived: the statistics of the batch, and the running statistics, once"
+        "All slices have arrived: compute the statistics of the batch, and update the running statistics once"
         a,self.total = self.args,sum(self.n)
-        if self.total==1: raise ValueError(f"Expected more than 1 value per channel when training, got input size {self.size}")   # PyTorch's own
+        if self.total==1:   # PyTorch's own message
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {self.size}")
         mean = sum(n*m for n,m in zip(self.n, self.mean))/self.total
         sq = sum(s + n*(m-mean)**2 for n,m,s in zip(self.n, self.mean, self.sq))
         self.mean,self.var,self.sq = mean,sq/self.total,None
@@ -139,25 +145,27 @@ class Meeting:
     def normalised(self, x): return (_wide(x)-_by_channel(self.mean, _wide(x)))*_by_channel(self.inv, _wide(x))
 
     def output(self, x, weight, bias):
-        "What batch norm makes of the activations `x` of a slice"
+        "What batch norm returns for the activations `x` of a slice"
         weight,bias = (None if o is None else o.to(self.mean.dtype) for o in (weight,bias))
-        return torch.batch_norm(x, weight, bias, self.mean, self.var, False, 0., self.args.eps, torch.backends.cudnn.enabled)
+        cudnn = torch.backends.cudnn.enabled
+        return torch.batch_norm(x, weight, bias, self.mean, self.var, False, 0., self.args.eps, cudnn)
 
     def bring(self, k, x, dy, host):
-        "Slice `k` brings the gradient `dy` of its output, with its input `x`; its part of the gradients of the weight and the bias"
+        "Slice `k` with the input `x` brings the gradient `dy` of its output; returns its part of dγ and dβ"
         wide = _wide(dy)
         dbeta,dgamma = wide.sum(_dims(x)),(wide*self.normalised(x)).sum(_dims(x))
         self.grads[k] = host.put(dy.detach()),dbeta,dgamma
         return dgamma,dbeta
 
     def add_up(self):
-        "All have brought theirs; a slice whose output is not used brings nothing"
+        "All slices have brought their gradients; a slice with an unused output brings none"
         self.sums,self.left = [sum(o[i] for o in self.grads.values()) for i in (1,2)],len(self.n)
 
     def take_back(self, k, x, host):
         "The gradient of the input `x` of slice `k`"
         (dy,*_),(dbeta,dgamma) = self.grads.pop(k, (None,)),self.sums
-        res = self.normalised(x).mul_(_by_channel(-dgamma/self.total, _wide(x))).sub_(_by_channel(dbeta/self.total, _wide(x)))
+        wide = _wide(x)
+        res = self.normalised(x).mul_(_by_channel(-dgamma/self.total, wide)).sub_(_by_channel(dbeta/self.total, wide))
         if dy is not None: res.add_(host.get(dy))
         w = self.args.weight
         self.left -= 1
@@ -176,7 +184,8 @@ class _Arrive(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *_):
-        if not ctx.needs_input_grad[0] or ctx.met.sums is None: return (None,)*5   # no output of this norm is used; only the baton came here
+        # without sums, no output of this norm is used, and only the baton has come here
+        if not ctx.needs_input_grad[0] or ctx.met.sums is None: return (None,)*5
         return ctx.met.take_back(ctx.k, ctx.saved_tensors[0], ctx.host),None,None,None,None
 
 class _Meet(Function):
@@ -203,16 +212,24 @@ class _Leave(Function):
     def backward(ctx, dy):
         a,(_,_,needs_weight,needs_bias,*_) = ctx.arrived,ctx.needs_input_grad
         dgamma,dbeta = a.met.bring(a.k, a.saved_tensors[0], dy, a.host)
-        zero = dy.new_zeros(())
-        return zero,zero,dgamma.to(ctx.dtypes[0]) if needs_weight else None,dbeta.to(ctx.dtypes[1]) if needs_bias else None,None,None
+        zero,dtypes = dy.new_zeros(()),ctx.dtypes
+        dgamma = dgamma.to(dtypes[0]) if needs_weight else None
+        dbeta  = dbeta .to(dtypes[1]) if needs_bias   else None
+        return zero,zero,dgamma,dbeta,None,None
 
 # %% ../nbs/lockstep.ipynb #d979294b
-_signatures = {f:inspect.Signature([inspect.Parameter(o, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=d) for o,d in ps]) for f,ps in (
-    (F.batch_norm, [('input',None), ('running_mean',None), ('running_var',None), ('weight',None), ('bias',None), ('training',False), ('momentum',.1), ('eps',1e-5)]),
-    (torch.batch_norm, [(o,None) for o in 'input weight bias running_mean running_var training momentum eps cudnn_enabled'.split()]))}
+def _signature(ps):
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Signature([inspect.Parameter(o, kind, default=d) for o,d in ps])
+
+_args = 'input weight bias running_mean running_var training momentum eps cudnn_enabled'.split()
+_signatures = {
+    F.batch_norm: _signature([('input',None), ('running_mean',None), ('running_var',None), ('weight',None),
+                              ('bias',None), ('training',False), ('momentum',.1), ('eps',1e-5)]),
+    torch.batch_norm: _signature([(o,None) for o in _args])}
 
 class AtNorms(TorchFunctionMode):
-    "Call `norm(args)` in the place of each batch norm that normalises by the batch, and count batches only if `counts`"
+    "Call `norm(args)` in the place of each batch norm in training; batches are counted only if `counts`"
     def __init__(self, norm, counters=(), counts=True):
         super().__init__()
         self.norm,self.counters,self.counts = norm,counters,counts
@@ -224,22 +241,27 @@ class AtNorms(TorchFunctionMode):
             bound.apply_defaults()
             o = SimpleNamespace(**bound.arguments)
             if o.training: return self.norm(o, lambda: func(*args, **kwargs))
-        if not self.counts and getattr(func, '__name__', '')=='add_' and any(args[0] is o for o in self.counters): return args[0]
+        is_add = not self.counts and getattr(func, '__name__', '')=='add_'
+        if is_add and any(args[0] is o for o in self.counters): return args[0]
         return func(*args, **kwargs)
 
 def counters(model):
     "The counters of batches in the norms of `model`"
-    return [m.num_batches_tracked for m in model.modules() if isinstance(getattr(m, 'num_batches_tracked', None), Tensor)]
+    found = [getattr(m, 'num_batches_tracked', None) for m in model.modules()]
+    return [o for o in found if isinstance(o, Tensor)]
 
 def norm_names(model):
-    "The names of the modules of `model` by the `id` of their parameters and buffers"
-    return {id(o):name or type(m).__name__ for name,m in model.named_modules() for o in chain(m._parameters.values(), m._buffers.values()) if o is not None}
+    "The names of the modules of `model`, by the `id` of their parameters and buffers"
+    def own(m): return [o for o in chain(m._parameters.values(), m._buffers.values()) if o is not None]
+    return {id(o):name or type(m).__name__ for name,m in model.named_modules() for o in own(m)}
 
-def _where(o, names): return first(names[id(t)] for t in (o.weight,o.running_mean,o.bias) if id(t) in names) or 'a batch norm without parameters'
+def _where(o, names):
+    found = first(names[id(t)] for t in (o.weight,o.running_mean,o.bias) if id(t) in names)
+    return found or 'a batch norm without parameters'
 
 # %% ../nbs/lockstep.ipynb #34a2f4d1
 class Lockstep:
-    "Run `forward` on `parts`, slices of a batch; all of them pass each batch norm of `model` together"
+    "Runs `forward` on the slices `parts` of a batch; the slices pass each batch norm of `model` together"
     def __init__(self,
         model:nn.Module,
         forward:Callable, # What to call with the inputs of a slice
@@ -247,11 +269,12 @@ class Lockstep:
         host, # The `Host` where activations wait
         around:Callable=lambda k: nullcontext(), # A context for slice `k`
         turn:Callable=lambda k: nullcontext(), # A context for each stretch of slice `k` from one norm to the next
-        norm:Callable|None=None # What to call in the place of a batch norm, instead of a meeting
+        norm:Callable|None=None # Called in the place of each batch norm, instead of a meeting
     ):
         store_attr()
         self.names,self.counters,self.meetings = norm_names(model),counters(model),[]
-        self.baton = self.one = torch.ones((), requires_grad=True)   # autograd keeps what is saved for an input that needs a gradient
+        # autograd keeps what is saved only if an input needs a gradient
+        self.baton = self.one = torch.ones((), requires_grad=True)
 
     def run(self):
         "The predictions for each slice"
@@ -265,17 +288,19 @@ class Lockstep:
                 if met.tokens: met.tokens = list(_Meet.apply(met, *met.tokens))
                 else: met.finish()
         finally:
-            for s in slices: s.abandon()   # all of them, before waiting for one: it may wait for a lock that another one holds
+            for s in slices: s.abandon()   # all of them first, because one may wait for a lock that another holds
             for s in slices: s.close()
 
     def _is_over(self, slices):
-        "Whether all slices have ended; all of them, or none"
+        "Whether all slices have ended; an error if they are not all at the same place"
         at = [None if s.done else s.at for s in slices]
         odd = first(k for k,o in enumerate(at) if o is not at[0])
         if odd is None: return at[0] is None
         a,b = ('the end' if at[k] is None else getattr(at[k], 'where', at[k]) for k in (0,odd))
-        raise Differs(f"MicroBatch: exact=True, and slices 1 and {odd+1} take different ways through the model: one comes to {a}, the other to {b}. "
-            "They meet at each batch norm, so the way must not depend on the samples")
+        raise Differs("MicroBatch: exact=True is not possible: "
+            f"slices 1 and {odd+1} take different ways through the model: "
+            f"one comes to {a}, the other to {b}. Slices meet at each batch norm, "
+            "so the way must not depend on the samples; leave exact out")
 
     def _slice(self, k, slice):
         slice.n_norms = 0
@@ -289,7 +314,7 @@ class Lockstep:
         if k==0: self.meetings.append(Meeting(o, where))
         met = self.meetings[slice.n_norms] if slice.n_norms<len(self.meetings) else None
         slice.n_norms += 1
-        if met is None or not met.is_at(o): slice.wait(where)   # an error
+        if met is None or not met.is_at(o): slice.wait(where)   # `_is_over` raises the error
         if torch.is_grad_enabled(): return self._pass(slice, k, met, x, o).as_subclass(type(x))
         met.take(x); slice.wait(met)
         return met.output(x, o.weight, o.bias)
@@ -299,12 +324,12 @@ class Lockstep:
         arrived = token.grad_fn
         met.tokens.append(token)
         with _parked(x, arrived, self.host): slice.wait(met)
-        token,met.tokens[k] = met.tokens[k],None   # which leads to `met` again
+        token,met.tokens[k] = met.tokens[k],None   # since the token leads to `met` again
         return _Leave.apply(token, self.baton, o.weight, o.bias, x.detach().as_subclass(Tensor), arrived)
 
 @contextmanager
 def _parked(x, arrived, host):
-    "Leave the data of `x` to `host`, which has them already"
+    "Let go of the data of `x` for a while, since `host` has them"
     if host.stays(x) or x._is_view(): yield; return   # another tensor may share the memory of a view
     x.data = x.new_empty(0)
     yield

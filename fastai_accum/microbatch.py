@@ -117,9 +117,9 @@ def _say(self:MicroBatch):
     "Print once how the slices run with `exact=True`"
     if self._has_said or not self._rehearsed: return
     self._has_said,n = True,len(last(self._rehearsed.values()).norms)
-    way = (f"the slices meet at {n} batch norm{'s'*(n>1)}" if n
-           else "the model has no batch norm, so each slice runs twice")
-    if not rank_distrib(): print(f"MicroBatch: exact=True, and {way}")
+    how = (f"lets the slices meet at {n} batch norm{'s'*(n>1)}" if n
+           else "runs each slice twice, because the model has no batch norm")
+    if not rank_distrib(): print(f"MicroBatch: exact=True {how}")
 
 @patch
 def _cut_inputs(self:MicroBatch, xb, yb, bs=None):

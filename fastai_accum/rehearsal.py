@@ -25,25 +25,29 @@ from .slices import join,leaves,tree_map
 
 # %% ../nbs/rehearsal.ipynb #9e7fae77
 _torch = '_parameters','_buffers','_modules','training'
+_no_state = nn.Module,Tensor,type,FunctionType,MethodType,ModuleType,Replaced
 
-def _has_state(o): return hasattr(o, '__dict__') and not isinstance(o, (nn.Module,Tensor,type,FunctionType,MethodType,ModuleType,Replaced))
+def _has_state(o): return hasattr(o, '__dict__') and not isinstance(o, _no_state)
+def _as_list(v): return v if isinstance(v, (list,tuple,L)) else [v]
 
 class Attributes:
-    "The attributes of the modules of `model`, and of the objects that these hold, as they are now"
+    "The attributes of the modules of `model`, and of the objects that the modules hold, as they are now"
     def __init__(self, model):
         ms = list(model.modules())
-        held = {id(o):o for m in ms for v in list(vars(m).values()) for o in (v if isinstance(v, (list,tuple,L)) else [v]) if _has_state(o)}
+        held = {id(o):o for m in ms for v in list(vars(m).values()) for o in _as_list(v) if _has_state(o)}
         self.was = [(o, {k:v for k,v in vars(o).items() if k not in _torch}) for o in ms+list(held.values())]
         self.contents = [(v, copy(v)) for _,was in self.was for v in was.values() if isinstance(v, (list,dict,set))]
         self.tensors = [(o,k,v,v._version) for o,was in self.was for k,v in was.items() if isinstance(v, Tensor)]
 
     def changed(self):
-        "Which have another value now"
+        "The attributes that have another value now"
         filled = {id(v) for v,was in self.contents if not _same_items(v, was)}
         def other(a, b): return a is not b or id(a) in filled
-        return [(o,k) for o,was in self.was for k in {**was, **vars(o)} if k not in _torch and other(vars(o).get(k, Attributes), was.get(k, Attributes))]
+        def is_other(o, was, k): return other(vars(o).get(k, Attributes), was.get(k, Attributes))
+        return [(o,k) for o,was in self.was for k in {**was, **vars(o)} if k not in _torch and is_other(o, was, k)]
 
     def restore(self):
+        "Put all attributes back"
         for o,k in self.changed(): _put(o, k, first(was for x,was in self.was if x is o).get(k, Attributes))
         for v,was in self.contents:
             if _same_items(v, was): continue
@@ -57,13 +61,14 @@ def _same_items(a, b):
 
 def _put(o, k, v):
     if v is not Attributes: vars(o)[k] = v
-    else: vars(o).pop(k, None)   # it was not there
+    else: vars(o).pop(k, None)   # it did not exist
 
 # %% ../nbs/rehearsal.ipynb #75c5ecec
 @contextmanager
 def _precise():
-    "Without TF32, whose three digits batch norm over a few samples makes fewer"
-    was = [(o, o.allow_tf32) for o in (torch.backends.cudnn,torch.backends.cuda.matmul)] if torch.cuda.is_available() else []
+    "Switch TF32 off: it has three digits, and batch norm over a few samples would leave even fewer"
+    backends = (torch.backends.cudnn,torch.backends.cuda.matmul) if torch.cuda.is_available() else ()
+    was = [(o, o.allow_tf32) for o in backends]
     for o,_ in was: o.allow_tf32 = False
     try: yield
     finally:
@@ -71,13 +76,13 @@ def _precise():
 
 @contextmanager
 def _put_back(model):
-    "Leave no trace of a run in evaluation mode or training mode"
+    "A context for a run that leaves nothing behind, in training or in evaluation mode"
     hidden = Hidden(model)
     was = RandomState(accelerators(model)),Buffers(model),Attributes(model)
-    hiddens = hidden.get()
+    hiddens,kinds = hidden.get(),{'cpu', *(d.type for d in accelerators(model))}
     try:
         with torch.no_grad(),_precise(),ExitStack() as stack:
-            for kind in {'cpu', *(d.type for d in accelerators(model))}: stack.enter_context(torch.autocast(kind, enabled=False))
+            for kind in kinds: stack.enter_context(torch.autocast(kind, enabled=False))
             yield was
     finally:
         for o in was: o.restore()
@@ -85,7 +90,7 @@ def _put_back(model):
 
 # %% ../nbs/rehearsal.ipynb #1c1ca019
 class Names:
-    "The name of the module of `model` that is running; `seen` gets each module that ends, with its output"
+    "The name of the module of `model` that is running; `seen` is called with the name and the output of each that ends"
     def __init__(self, model, seen=None):
         self.names,self.running,self.seen = {m:name for name,m in model.named_modules()},[],seen
 
@@ -109,28 +114,37 @@ def _refuse_checkpoints():
     f = sys._getframe(1)
     while f:
         if f.f_code.co_filename.endswith(os.path.join('torch','utils','checkpoint.py')):
-            raise ValueError("MicroBatch: exact=True, and the model checkpoints its activations by itself; turn that off, since exact keeps none of them on the device")
+            raise ValueError("MicroBatch: exact=True is not possible: "
+                "the model checkpoints its activations by itself; "
+                "turn that off, since exact=True keeps no activations on the device")
         f = f.f_back
 
 # %% ../nbs/rehearsal.ipynb #68503dde
 def _watch(model, run, norm=lambda o, f: f()):
     "What `run` does to the model, with `norm` in the place of each batch norm"
     names,norms,rows,versions = Names(model),[],[],{id(p):p._version for p in model.parameters()}
-    def note(o, f): norms.append(names() or 'a batch norm'); rows.append(tuple(o.input.shape)); seen.update(id(t) for t in (o.running_mean,o.running_var)); return norm(o, f)
     seen = {id(o) for o in counters(model)}
+    def note(o, f):
+        norms.append(names() or 'a batch norm')
+        rows.append(tuple(o.input.shape))
+        seen.update(id(t) for t in (o.running_mean,o.running_var))
+        return norm(o, f)
     with _put_back(model) as (_,buffers,attributes),names,Draws(names) as draws,draws.put_back(),AtNorms(note):
         preds = run()
         now = [(name,b) for name,b in model.named_buffers() if b is not None]
         was = {id(b):c for _,bs in buffers.all for b,c in bs.values() if b is not None}
-        return SimpleNamespace(preds=preds, draws=draws.draws, norms=norms, state=RandomState(accelerators(model)),
-            buffers={name:b.clone() for name,b in now}, attributes=[(o,k,_content(vars(o).get(k, Attributes))) for o,k in attributes.changed()], rows=rows,
-            moved=[f"the parameter {name!r}" for name,p in model.named_parameters() if p._version!=versions[id(p)]]
-                  +[f"the tensor {k!r} of a {type(o).__name__}" for o,k,v,version in attributes.tensors if v._version!=version],
-            strays=[name for name,b in now if id(b) not in seen and not (id(b) in was and torch.equal(b, was[id(b)]))])
+        changed = [(o, k, _content(vars(o).get(k, Attributes))) for o,k in attributes.changed()]
+        params = [f"the parameter {name!r}" for name,p in model.named_parameters() if p._version!=versions[id(p)]]
+        tensors = [f"the tensor {k!r} of a {type(o).__name__}"
+                   for o,k,v,version in attributes.tensors if v._version!=version]
+        def moved(b): return id(b) not in seen and not (id(b) in was and torch.equal(b, was[id(b)]))
+        return SimpleNamespace(preds=preds, draws=draws.draws, norms=norms, rows=rows, attributes=changed,
+            state=RandomState(accelerators(model)), buffers={name:b.clone() for name,b in now},
+            moved=params+tensors, strays=[name for name,b in now if moved(b)])
 
 # %% ../nbs/rehearsal.ipynb #87f63382
 class Rehearsed:
-    "What a rehearsal has found out"
+    "What a rehearsal has found"
     def __init__(self, model, draws, norms, attributes, draws_python):
         store_attr()
         self.hidden = {(id(m),k) for m in Hidden(model).ms for k in ('hidden','bs')}
@@ -141,19 +155,23 @@ class Rehearsed:
 
     @contextmanager
     def as_before(self):
-        "Whether the model draws nothing where it drew nothing in the rehearsal"
+        "Raise an error if the model draws random numbers, and drew none in the rehearsal"
         was = RandomState(accelerators(self.model))
         yield
         now = RandomState(was.devices)
         if (not self.draws and not _same_torch(was, now)) or (not self.draws_python and not _same_python(was, now)):
-            raise Differs("MicroBatch: exact=True, and the model draws random numbers where it drew none for the first samples of this batch")
+            raise Differs("MicroBatch: exact=True is not possible: "
+                "the model draws random numbers, "
+                "although it drew none for the first samples of this batch")
 
     def alone(self, o, f):
-        "In the place of batch norm in a model that had none in the rehearsal"
-        raise Differs("MicroBatch: exact=True, and the model comes to a batch norm, where it had none for the first samples of this batch")
+        "Called for a batch norm in a model that came to none in the rehearsal"
+        raise Differs("MicroBatch: exact=True is not possible: "
+            "the model comes to a batch norm, "
+            "although it came to none for the first samples of this batch")
 
     def in_lockstep(self, forward, parts, sizes, norm=None):
-        "The predictions of each slice; they pass batch norms together"
+        "The predictions of each slice; the slices pass each batch norm together"
         start,hidden,turns = {},Hidden(self.model),Turns(self, len(parts))
         deals = [self.dealt(sizes, k, start) for k in range_of(parts)]
         @contextmanager
@@ -161,8 +179,11 @@ class Rehearsed:
             with hidden.rows(sum(sizes[:k]), sizes[k], sum(sizes)),deals[k]: yield
         steps = Lockstep(self.model, forward, parts, Host(self.model), around, turns, norm)
         with self.as_before(): preds = steps.run()
-        if norm is None and len(steps.meetings)!=len(self.norms): raise Differs(f"MicroBatch: exact=True, and the model comes to {len(steps.meetings)} batch norms "
-            f"where it came to {len(self.norms)} with the first samples of the batch")
+        n = len(steps.meetings)
+        if norm is None and n!=len(self.norms):
+            raise Differs("MicroBatch: exact=True is not possible: "
+                f"the model comes to {n} batch norms, "
+                f"although it came to {len(self.norms)} with the first samples of the batch")
         turns.end(sizes)
         for d in deals if self.draws else ():
             for g,state in d.states.items(): g.set_state(state)
@@ -170,13 +191,15 @@ class Rehearsed:
 
 # %% ../nbs/rehearsal.ipynb #e5af26ed
 class Turns:
-    "The attributes and the random numbers of Python and NumPy that each slice has for itself"
+    "Gives each slice its own attributes of modules, and its own random states of Python and NumPy"
     def __init__(self, rehearsed, n):
         self.r = rehearsed
         self.keys = [(o,k) for o,k,_ in rehearsed.attributes]
         self.own = [self._get()]*n
 
-    def _get(self): return [vars(o).get(k, Attributes) for o,k in self.keys],(random.getstate(),np.random.get_state()) if self.r.draws_python else None
+    def _get(self):
+        draws = (random.getstate(),np.random.get_state()) if self.r.draws_python else None
+        return [vars(o).get(k, Attributes) for o,k in self.keys],draws
 
     @contextmanager
     def __call__(self, i):
@@ -187,7 +210,7 @@ class Turns:
         finally: self.own[i] = self._get()
 
     def end(self, sizes):
-        "What a module keeps for each sample is joined; of the rest, what the last slice has left stays"
+        "Join what a module keeps for each sample; everything else stays as the last slice has left it"
         for i,(o,k,rows) in enumerate(self.r.attributes):
             if rows and (id(o),k) not in self.r.hidden: vars(o)[k] = join([vs[i] for vs,_ in self.own], sizes)
         self.own = None
@@ -197,22 +220,35 @@ def rehearse(
     model:nn.Module,
     forward:Callable, # The `forward` of `model`
     few:tuple, # The inputs of a few samples
-    more:tuple, # The inputs of one more
+    more:tuple, # The inputs of one more sample than `few` has
     parts:list, # The inputs of `more` in two slices
-    n:int # The samples in `few`
+    n:int # The number of samples in `few`
 )->Rehearsed:
-    "Run the model on a few samples, and refuse what depends on the batch in a way that is not known"
+    "Run the model on a few samples, and raise an error if something depends on the batch in a way that we don't know"
     refuse(model)
     def forward(*xs, run=forward): return run(*tree_map(_clone, xs))   # the model may change its input
     a,b = (_watch(model, partial(forward, *o)) for o in (few,more))
-    if b.strays: raise ValueError(f"MicroBatch: exact=True, and the buffer {b.strays[0]!r} of the model moves when the model runs; only batch norm's running statistics "
-        "can move once for all slices. Leave exact out, or replace what moves it")
-    if b.moved: raise ValueError(f"MicroBatch: exact=True, and {b.moved[0]} changes when the model runs, once for each slice; leave exact out, or make it a part of the step")
-    if len(a.norms)!=len(b.norms): raise ValueError(f"MicroBatch: exact=True, and the model comes to {len(a.norms)} batch norms with {n} samples and to {len(b.norms)} with {n+1}")
+    if b.strays:
+        raise ValueError("MicroBatch: exact=True is not possible: "
+            f"the buffer {b.strays[0]!r} of the model changes when it runs. "
+            "Only the running statistics of batch norm can be updated once for all slices. "
+            "Leave exact out, or replace the layer that has this buffer")
+    if b.moved:
+        raise ValueError("MicroBatch: exact=True is not possible: "
+            f"{b.moved[0]} changes when the model runs, "
+            "so it would change once for each slice; leave exact out, or change it in a callback after the step")
+    if len(a.norms)!=len(b.norms):
+        raise ValueError("MicroBatch: exact=True is not possible: "
+            f"the model comes to {len(a.norms)} batch norms with {n} samples, "
+            f"but to {len(b.norms)} with {n+1}; leave exact out")
     same = first(where for where,x,y in zip(b.norms, a.rows, b.rows) if x==y)
-    if same: raise ValueError(f"MicroBatch: exact=True, and {same} normalises something that has no row for each sample; leave exact out")
+    if same:
+        raise ValueError("MicroBatch: exact=True is not possible: "
+            f"{same} normalises something that has no row for each sample; "
+            "leave exact out")
     was = RandomState()
-    r = Rehearsed(model, batch_dims(a.draws, b.draws, n, n+1), b.norms, _kept(a, b, n), not _same_python(was, b.state))
+    dims = batch_dims(a.draws, b.draws, n, n+1)
+    r = Rehearsed(model, dims, b.norms, _kept(a, b, n), not _same_python(was, b.state))
     with _stirred(model): _compare(model, forward, more, parts, [n,1], r)
     return r
 
@@ -225,10 +261,11 @@ def _content(v): return copy(v) if isinstance(v, (list,dict,set)) else v
 def _numbers(o):
     "The tensors and the numbers in `o`"
     if isinstance(o, (Tensor,np.ndarray,float)): return [torch.as_tensor(o)]
-    return [x for v in (o.values() if isinstance(o, dict) else o if isinstance(o, (list,tuple,L,set)) else ()) for x in _numbers(v)]
+    vs = o.values() if isinstance(o, dict) else o if isinstance(o, (list,tuple,L,set)) else ()
+    return [x for v in vs for x in _numbers(v)]
 
 def _is_kept(whole, sliced):
-    "Whether slices have left what the batch has left, as far as it is made of numbers"
+    "Whether slices have left the same numbers behind as the batch"
     a,b = _numbers(whole),_numbers(sliced)
     return len(a)==len(b) and _error(b, a)<=1
 
@@ -236,25 +273,33 @@ def _kept(a, b, n):
     "The attributes that change, each with whether it has a row for each sample"
     def rows(o, m): return isinstance(o, Tensor) and o.ndim>0 and len(o)==m
     before = {(id(o),k):v for o,k,v in a.attributes}
-    return [(o, k, isinstance(o, nn.Module) and rows(before.get((id(o),k)), n) and rows(v, n+1)) for o,k,v in b.attributes]
+    def has_rows(o, k, v): return isinstance(o, nn.Module) and rows(before.get((id(o),k)), n) and rows(v, n+1)
+    return [(o, k, has_rows(o, k, v)) for o,k,v in b.attributes]
 
 # %% ../nbs/rehearsal.ipynb #41a16995
 def refuse(model):
-    "Refuse models whose batch norms and draws cannot be seen from outside"
+    "Refuse a model whose batch norms or random numbers cannot be seen from outside"
     for name,m in model.named_modules():
+        where = f"{type(m).__name__} {name or 'model'!r}"
         if isinstance(m, (nn.Embedding,nn.EmbeddingBag)) and m.scale_grad_by_freq:
-            raise ValueError(f"MicroBatch: exact=True, and the {type(m).__name__} {name or 'model'!r} has scale_grad_by_freq=True, whose gradient depends on the batch; leave out the one or the other")
+            raise ValueError("MicroBatch: exact=True is not possible: "
+                f"the {where} has scale_grad_by_freq=True, so its gradient "
+                "depends on the batch; leave out one of the two")
+        compiled = hasattr(m, 'get_compiler_config') or getattr(m, '_compiled_call_impl', None)
+        syncs = isinstance(m, nn.SyncBatchNorm) and m.training and num_distrib()>1
         what = ('is compiled by torch.jit' if isinstance(m, torch.jit.ScriptModule) else
-                'is compiled by torch.compile' if hasattr(m, 'get_compiler_config') or getattr(m, '_compiled_call_impl', None) else
-                'runs in threads of its own' if isinstance(m, nn.DataParallel) else
-                'synchronises over processes' if isinstance(m, nn.SyncBatchNorm) and m.training and num_distrib()>1 else None)
-        if what: raise ValueError(f"MicroBatch: exact=True cannot see into the {type(m).__name__} {name or 'model'!r}, which {what}; leave out the one or the other")
+                'is compiled by torch.compile' if compiled else
+                'runs in its own threads' if isinstance(m, nn.DataParallel) else
+                'synchronises over processes' if syncs else None)
+        if what:
+            raise ValueError(f"MicroBatch: exact=True cannot see into the {where}, which {what}; "
+                             "leave out one of the two")
 
 # %% ../nbs/rehearsal.ipynb #a00b108f
-_tolerances = {torch.float64:1e-8, torch.float32:1e-4, torch.float16:.1, torch.bfloat16:.3}   # what depends on the samples of a slice is off by a share of them
+_tolerances = {torch.float64:1e-8, torch.float32:1e-4, torch.float16:.1, torch.bfloat16:.3}
 
 def _error(a, b):
-    "Relative error of the tensors in `a`; infinite if they do not fit"
+    "Relative error of the tensors in `a`, in tolerances; infinite if they do not fit those in `b`"
     res = 0.
     for (_,x),(_,y) in zip(leaves(a), leaves(b)):
         x,y = (torch.as_tensor(o).detach() for o in (x,y))
@@ -262,48 +307,66 @@ def _error(a, b):
         if not x.is_floating_point(): res = max(res, 0. if torch.equal(x, y) else math.inf); continue
         tol = _tolerances.get(y.dtype, 1e-2)
         x,y = (o.double().nan_to_num() for o in (x,y))
-        err = (x-y).norm()/y.norm().clamp(min=1e-3)   # the running mean of what is normalised already is 0 but for rounding
-        res = max(res, (err/tol).item())
+        size = y.norm().clamp(min=1e-3)   # the running mean of normalised numbers is 0 except for rounding
+        res = max(res, ((x-y).norm()/size/tol).item())
     return res
 
 def _alone(o, f=None):
-    "In the place of batch norm: over three samples that would amplify rounding"
+    "Takes the place of batch norm, which over three samples would amplify rounding errors"
     return F.softsign(o.input)
 
 @contextmanager
 def _stirred(model):
-    "With other numbers in the parameters that begin near zero: they would hide what comes before them"
+    "A context with larger numbers in parameters that begin near zero, since these would hide what comes before them"
     gen = torch.Generator().manual_seed(0)
-    small = [(p, p.data.clone()) for p in model.parameters() if p.is_floating_point() and p.numel() and p.detach().abs().max()<1e-3]
+    ps = [p for p in model.parameters() if p.is_floating_point() and p.numel()]
+    small = [(p, p.data.clone()) for p in ps if p.detach().abs().max()<1e-3]
     for p,_ in small: p.data.copy_(torch.randn(p.shape, generator=gen)*.1)
     try: yield
     finally:
         for p,was in small: p.data.copy_(was)
 
 def _compare(model, forward, more, parts, sizes, r):
-    "Whether slices give what the whole batch gives, batch norm apart"
+    "Raise an error if slices do not give what the whole batch gives, apart from batch norm"
     whole = _watch(model, partial(forward, *more), _alone)
+    def differs(o, k, v):
+        if isinstance(o, Hook) or (id(o),k) in r.hidden: return False
+        return not _is_kept(v, vars(o).get(k, Attributes))
     with _put_back(model),Draws() as own,own.put_back():
         preds = join(r.in_lockstep(forward, parts, sizes, _alone), sizes)
-        bad = first(f'{k!r} of the {type(o).__name__}' for o,k,v in whole.attributes if not isinstance(o, Hook) and (id(o),k) not in r.hidden and not _is_kept(v, vars(o).get(k, Attributes)))
-        buffers,state = {k:b.clone() for k,b in model.named_buffers() if b is not None},RandomState(accelerators(model))
+        bad = first(f'{k!r} of the {type(o).__name__}' for o,k,v in whole.attributes if differs(o, k, v))
+        buffers = {k:b.clone() for k,b in model.named_buffers() if b is not None}
+        state = RandomState(accelerators(model))
     if _error(preds, whole.preds)>1:
-        raise ValueError(f"MicroBatch: exact=True, and what the model returns for a sample depends on the other samples of its slice, first in {_first(model, forward, more, parts, sizes, r)}. "
-            "Only batch norm, and draws with a row for each sample, may depend on the batch; leave exact out, or take it out of the model")
+        where = _first(model, forward, more, parts, sizes, r)
+        raise ValueError("MicroBatch: exact=True is not possible: "
+            "what the model returns for a sample depends on the other samples "
+            f"of its slice, first in {where}. Only batch norm and random numbers with a row for each sample "
+            "may depend on the batch. Leave exact out, or take this out of the model")
     if bad:
-        raise ValueError(f"MicroBatch: exact=True, and the model keeps {bad}, which is not the same for slices as for the batch, so a loss or a callback that reads it would be wrong; "
-            "return it from forward, with a row for each sample, or leave exact out")
+        raise ValueError("MicroBatch: exact=True is not possible: "
+            f"the model keeps {bad}, which is not the same for slices as for "
+            "the batch. A loss or a callback that reads it would be wrong. "
+            "Return it from forward, with a row for each sample, or leave exact out")
     bad = first(k for k,b in buffers.items() if _error(b, whole.buffers[k])>1)
-    if bad: raise ValueError(f"MicroBatch: exact=True, and the buffer {bad!r} does not move once a batch; leave exact out, or replace what moves it")
+    if bad:
+        raise ValueError("MicroBatch: exact=True is not possible: "
+            f"slices do not change the buffer {bad!r} as the batch does; "
+            "leave exact out, or replace the layer that has this buffer")
     if not (_same_torch(state, whole.state) and _same_python(state, whole.state)):
-        raise ValueError("MicroBatch: exact=True, and the random numbers that the model draws for slices are not those for the batch; leave exact out")
+        raise ValueError("MicroBatch: exact=True is not possible: "
+            "the model draws other random numbers for slices than "
+            "for the batch; leave exact out")
 
 # %% ../nbs/rehearsal.ipynb #5b9dd240
 def _first(model, forward, more, parts, sizes, r):
-    "The first module whose output for the slices is not that for the batch"
+    "The first module whose output for the slices is not its output for the batch"
     whole,sliced = [],{}
-    with _put_back(model),Draws() as own,own.put_back(),Names(model, lambda *o: whole.append(o)),AtNorms(_alone): forward(*more)
-    with _put_back(model),Draws() as own,own.put_back(),Names(model, lambda *o: sliced.setdefault(current_thread(), []).append(o)): r.in_lockstep(forward, parts, sizes, _alone)
+    def note(*o): sliced.setdefault(current_thread(), []).append(o)
+    with _put_back(model),Draws() as own,own.put_back(),Names(model, lambda *o: whole.append(o)),AtNorms(_alone):
+        forward(*more)
+    with _put_back(model),Draws() as own,own.put_back(),Names(model, note):
+        r.in_lockstep(forward, parts, sizes, _alone)
     for (name,o),*os in zip(whole, *sliced.values()):
         try: is_same = _error(join([x for _,x in os], sizes), o)<=1
         except ValueError: continue   # it has no row for each sample

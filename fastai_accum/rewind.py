@@ -17,26 +17,28 @@ from .slices import tree_map
 _oom = 'out of memory|not enough memory|can.t allocate memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED'
 
 def is_out_of_memory(
-    e:BaseException # Error that a forward or backward pass has raised
+    e:BaseException # An error in a forward or backward pass
 )->bool:
     "Whether `e` says that memory ran out"
     return isinstance(e, MemoryError) or isinstance(e, RuntimeError) and bool(re.search(_oom, str(e), re.I))
 
 # %% ../nbs/rewind.ipynb #e79ac658
 def accelerators(
-    model:nn.Module # Model whose parameters may be on several devices
+    model:nn.Module # A model, maybe on several devices
 )->list:
-    "The devices that `model` is on, but for the CPU"
+    "The devices of `model`, except the CPU"
     return [d for d in {p.device for p in model.parameters()} if d.type not in ('cpu','meta')]
 
-def _backend(device): return getattr(torch, device.type),({} if device.type=='mps' else dict(device=device))   # there is one MPS device
+def _backend(device):
+    kw = {} if device.type=='mps' else dict(device=device)   # there is only one MPS device
+    return getattr(torch, device.type),kw
 
 # %% ../nbs/rewind.ipynb #40cc3aae
 class RandomState:
     "The random states of Python, NumPy and PyTorch, on the CPU and on `devices`"
     def __init__(self,
         devices:list=(), # Accelerators
-        before=None # An earlier `RandomState`
+        before=None # An earlier `RandomState`, to share with
     ):
         self.py,self.np,self.torch,self.devices = random.getstate(),np.random.get_state(),torch.get_rng_state(),devices
         self.on = [torch_on.get_rng_state(**kw) for torch_on,kw in map(_backend, devices)]
@@ -46,7 +48,7 @@ class RandomState:
         if torch.equal(before.torch, self.torch): self.torch = before.torch
 
     def restore(self):
-        "Set the random states to what they were"
+        "Put the random states back"
         random.setstate(self.py); np.random.set_state(self.np); torch.set_rng_state(self.torch)
         for (torch_on,kw),state in zip(map(_backend, self.devices), self.on): torch_on.set_rng_state(state, **kw)
 
@@ -55,7 +57,7 @@ class Buffers:
     "The buffers of the modules `ms` as they are now"
     def __init__(self,
         *ms, # Modules
-        before=None # An earlier `Buffers` of the same modules
+        before=None # An earlier `Buffers` of the same modules, to share with
     ):
         old = {id(b):c for _,bs in (before.all if before else ()) for b,c in bs.values() if b is not None}
         def keep(b):
@@ -64,7 +66,7 @@ class Buffers:
         self.all = [(m, {k:keep(b) for k,b in m._buffers.items()}) for o in ms for m in o.modules() if m._buffers]
 
     def restore(self):
-        "Set the buffers to what they were"
+        "Put the buffers back"
         for m,bs in self.all:
             for b,c in bs.values():
                 if b is not None: b.data.copy_(c)
@@ -72,7 +74,7 @@ class Buffers:
 
     @contextmanager
     def lent(self):
-        "Let the modules have copies of what the buffers were, and give them back theirs"
+        "A context in which the modules have copies of the earlier buffers; afterwards they have their own again"
         now = [(m, dict(m._buffers)) for m,_ in self.all]
         for m,bs in self.all: m._buffers.update({k:None if c is None else c.clone() for k,(_,c) in bs.items()})
         try: yield
@@ -81,12 +83,13 @@ class Buffers:
 
 # %% ../nbs/rewind.ipynb #0060f959
 class Hidden:
-    "The hidden states of fastai's recurrent networks in `model`, of which each slice has some rows"
-    def __init__(self, model): self.ms = [m for m in model.modules() if hasattr(m, 'hidden') and hasattr(m, '_change_hidden')]
+    "The hidden states of fastai's recurrent networks in `model`; each slice has its rows of them"
+    def __init__(self, model):
+        self.ms = [m for m in model.modules() if hasattr(m, 'hidden') and hasattr(m, '_change_hidden')]
 
     @contextmanager
     def rows(self, i, bs, n):
-        "Let the model have rows `i` to `i+bs` of `n`"
+        "A context in which the model has rows `i` to `i+bs` of `n`"
         if i==0: self.start,self.new = [self._all(m, n) for m in self.ms],[[] for _ in self.ms]
         for m,s in zip(self.ms, self.start): m.hidden,m.bs = tree_map(lambda h: h[:,i:i+bs].contiguous(), s),bs
         yield
@@ -104,7 +107,7 @@ class Hidden:
 
 # %% ../nbs/rewind.ipynb #fe0de390
 class WindowState:
-    "What a window of `learn`, or a batch of validation, may change before its step"
+    "What a window of `learn`, or a batch of validation, can change before the step"
     def __init__(self, learn):
         self.learn,self.random,self.n_autocast = learn,RandomState(accelerators(learn.model)),_n_autocast()
         self.buffers = Buffers(learn.model, *([learn.loss_func] if isinstance(learn.loss_func, nn.Module) else []))
@@ -115,10 +118,12 @@ class WindowState:
         self.metrics = [(o, {k:_copy(v) for k,v in vars(o).items()}) for o in mets]
 
 # %% ../nbs/rewind.ipynb #a83a8159
-def _copy(v): return v.clone() if isinstance(v, Tensor) else copy(v) if isinstance(v, (list,dict,set,L,np.ndarray)) else v
+def _copy(v):
+    if isinstance(v, Tensor): return v.clone()
+    return copy(v) if isinstance(v, (list,dict,set,L,np.ndarray)) else v
 
 def _n_autocast():
-    "How many autocast contexts are open"
+    "The number of open autocast contexts"
     n = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     return n-1
@@ -126,13 +131,14 @@ def _n_autocast():
 # %% ../nbs/rewind.ipynb #8432ef4a
 @patch
 def restore(self:WindowState):
-    "Undo what the window has done, and let go of its activations"
+    "Undo what the window has done, and free its activations"
     learn = self.learn
     for cb in learn.cbs:
-        while _n_autocast()>self.n_autocast and getattr(cb, 'autocast', None) is not None: cb.autocast.__exit__(None, None, None)
+        if getattr(cb, 'autocast', None) is None: continue
+        while _n_autocast()>self.n_autocast: cb.autocast.__exit__(None, None, None)
     learn.xb,learn.yb,learn.pred,learn.loss,learn.loss_grad = (None,),(None,),None,None,None
     self.buffers.restore(); self.hidden.set(self.hiddens)
     for o,was in self.metrics: vars(o).update({k:_copy(v) for k,v in was.items()})
     self.random.restore()
-    gc.collect()   # a cycle may hold activations
+    gc.collect()   # a cycle of references may hold activations
     for d in self.random.devices: _backend(d)[0].empty_cache()

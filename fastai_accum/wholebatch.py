@@ -1,4 +1,4 @@
-"""Callbacks, the loss and metrics see one batch, while the model runs slice by slice
+"""The model runs slice by slice, while callbacks, the loss and metrics see one batch
 
 Docs: https://fastai-accum.github.io/fastai_accum/wholebatch.html.md"""
 
@@ -20,20 +20,23 @@ from .slices import join,leaves,tree_map
 @contextmanager
 def whole_batch(
     learn, # `Learner` whose model runs slice by slice inside
-    cut:Callable, # `(xb, yb, bs=None) -> slices, sizes`: the slices of the inputs, and the samples in each, or `None` to count them on the predictions
-    rehearsed:dict|None=None # What rehearsals have found out so far; with it, batch norm and dropout are those of the whole batch
+    cut:Callable, # `(xb, yb, bs=None) -> slices, sizes`; sizes may be `None`
+    rehearsed:dict|None=None # For `exact=True`: what rehearsals have found so far
 ):
-    "Let the model of `learn` run slice by slice on its batch, and everything else see all of it"
+    "Let the model of `learn` run slice by slice on its batch, while everything else sees the whole batch"
     model = learn.model.module if isinstance(learn.model, DistributedDataParallel) else learn.model
-    if isinstance(getattr(vars(model).get('forward'), 'f', None), WholeForward): yield; return   # a callback validates in the middle of a batch
-    with Replaced(model, 'forward', WholeForward(learn, cut, model.forward, rehearsed)): yield   # also found by traced models
+    # a callback may validate in the middle of a batch
+    if isinstance(getattr(vars(model).get('forward'), 'f', None), WholeForward): yield; return
+    whole = WholeForward(learn, cut, model.forward, rehearsed)
+    with Replaced(model, 'forward', whole): yield   # traced models find it there too
 
 class WholeForward:
-    "`forward`, slice by slice if it is called with the batch of `learn` and not with another input that a callback has"
+    "Runs `forward` slice by slice on the batch of `learn`, and as it is on any other input"
     def __init__(self, learn, cut, forward, rehearsed): store_attr()
     def __call__(self, *xb, **kwargs):
         learn = self.learn
-        if kwargs or len(xb)!=len(learn.xb) or any(a is not b for a,b in zip(xb, learn.xb)): return self.forward(*xb, **kwargs)
+        is_batch = not kwargs and len(xb)==len(learn.xb) and all(a is b for a,b in zip(xb, learn.xb))
+        if not is_batch: return self.forward(*xb, **kwargs)
         parts,sizes = self.cut(xb, learn.yb)
         if len(parts)<2: return self.forward(*xb)
         parts = [o[:len(xb)] for o in parts]
@@ -52,57 +55,10 @@ class WholeForward:
                 else: preds.append(forward(*part))
         return preds
 
-# %% ../nbs/wholebatch.ipynb #b4272663
-@patch
-def _exact(self:WholeForward, xb, parts, sizes):
-    "The predictions for each slice, with the batch norm and the draws of the whole batch"
-    from fastai_accum.rehearsal import Attributes   # not sooner: older PyTorch cannot
-    from fastai_accum.draws import Differs
-    model = self.learn.model
-    was,hidden = (RandomState(accelerators(model)),Buffers(model),Attributes(model)),Hidden(model)
-    hiddens,r = hidden.get(),self._rehearse(xb, 2 if sum(sizes)>2 else 1)
-    try: return self._rehearsed_run(r, parts, sizes)
-    except Differs: self.rehearsed.clear()   # something has been switched since the rehearsal
-    for o in was: o.restore()
-    hidden.set(hiddens)
-    return self._rehearsed_run(self._rehearse(xb, 2 if sum(sizes)>2 else 1), parts, sizes)
-
-@patch
-def _rehearsed_run(self:WholeForward, r, parts, sizes):
-    from fastai_accum.rehearsal import AtNorms,Turns
-    model = self.learn.model
-    if r.norms or not torch.is_grad_enabled(): return r.in_lockstep(self.forward, parts, sizes)
-    states,start,state,buffers,preds,turns = {},RandomState(accelerators(model)),Hidden(model),Buffers(model),[],Turns(r, len(parts))
-    for k,part in enumerate(parts):
-        def forward(*xs, k=k):
-            with r.dealt(sizes, k, states),AtNorms(r.alone): return self.forward(*xs)
-        start.restore()
-        with turns(k),state.rows(sum(sizes[:k]), sizes[k], sum(sizes)),r.as_before(): preds.append(_twice(model, state, start, buffers, forward, part))
-    turns.end(sizes)
-    return preds
-
-def _settings(model):
-    "What is switched in a model: its modules, their modes, and their attributes that are flags, names and shares"
-    return tuple((id(m), *((k,v) for k,v in vars(m).items() if isinstance(v, (bool,float,str)))) for m in model.modules())
-
-@patch
-def _rehearse(self:WholeForward, xb, n):
-    "What a rehearsal on `n` samples and on one more has found out, for a batch of these shapes"
-    from fastai_accum.rehearsal import in_thread,rehearse
-    few,more = (self.cut(xb, self.learn.yb, bs)[0][0] for bs in (n,n+1))
-    if n==1:   # batch norm needs two samples: take one of them twice
-        try: few,more = more,join([more,few], [2,1]); n = 2
-        except ValueError: pass   # the samples are not along the first dimension
-    key = tuple((tuple(o.shape), o.dtype) for _,o in leaves(few[:len(xb)])),_settings(self.learn.model)
-    if key not in self.rehearsed:
-        parts = [o[:len(xb)] for o in self.cut(more[:len(xb)], more[len(xb):], n)[0]]
-        self.rehearsed[key] = in_thread(partial(rehearse, self.learn.model, self.forward, few[:len(xb)], more[:len(xb)], parts, n))
-    return self.rehearsed[key]
-
 # %% ../nbs/wholebatch.ipynb #7de5fa1e
 @contextmanager
 def replay(model, state, was, buffers, hidden, modes):
-    "Let the model run once more from the random state `was`, `buffers`, `hidden` states and `modes`, and leave no trace but gradients"
+    "A context to run the model again from the states and `modes` that it had; afterwards all are as they are now"
     now,new,new_modes = RandomState(was.devices),state.get(),_modes(model)
     was.restore(); state.set(hidden); _set_modes(model, modes)
     try:
@@ -115,7 +71,7 @@ def _set_modes(model, to):
 
 # %% ../nbs/wholebatch.ipynb #5f3f1807
 def _twice(model, state, was, buffers, forward, part):
-    "The predictions of `forward` for `part`; the backward pass computes them once more"
+    "The predictions of `forward` for `part`; the backward pass computes them again"
     hidden,modes,preds,needs = state.get(),_modes(model),None,None
     def run(_, *xs):
         nonlocal preds,needs
@@ -126,13 +82,66 @@ def _twice(model, state, was, buffers, forward, part):
         versions = [o._version for _,o in leaves(part) if isinstance(o, Tensor)]
         with torch.enable_grad(): preds = forward(*args)
         if versions!=[o._version for _,o in leaves(part) if isinstance(o, Tensor)]:
-            raise RuntimeError("MicroBatch: the model changes its input in place, and coupled=True shows it the input twice; change a copy, "
-                "or do without coupled")
+            raise RuntimeError("MicroBatch: the model changes its input in place, and coupled=True runs the model "
+                "twice on the same input; let the model change a copy, or leave coupled out")
         outs = [o for _,o in leaves(preds)]
         needs = [isinstance(o, Tensor) and o.requires_grad for o in outs]
         preds = tree_map(lambda o: o.detach() if isinstance(o, Tensor) else o, preds)
         return tuple(o for _,o in leaves(preds))
-    needed = torch.ones((), requires_grad=True)   # of the arguments of a checkpoint, one has to require a gradient
-    outs = checkpoint(run, needed, *[o for _,o in leaves(part) if isinstance(o, Tensor)], use_reentrant=True, preserve_rng_state=False)
+    needed = torch.ones((), requires_grad=True)   # one argument of a checkpoint has to require a gradient
+    inputs = [o for _,o in leaves(part) if isinstance(o, Tensor)]
+    outs = checkpoint(run, needed, *inputs, use_reentrant=True, preserve_rng_state=False)
     outs = iter([o if need or not isinstance(o, Tensor) else o.detach() for o,need in zip(outs, needs)])
     return tree_map(lambda o: next(outs), preds)
+
+# %% ../nbs/wholebatch.ipynb #b4272663
+@patch
+def _exact(self:WholeForward, xb, parts, sizes):
+    "The predictions for each slice, with the batch norm and the random numbers of the whole batch"
+    from fastai_accum.rehearsal import Attributes   # imported here, because older PyTorch cannot import it
+    from fastai_accum.draws import Differs
+    model = self.learn.model
+    was,hidden = (RandomState(accelerators(model)),Buffers(model),Attributes(model)),Hidden(model)
+    hiddens,r = hidden.get(),self._rehearse(xb, 2 if sum(sizes)>2 else 1)
+    try: return self._rehearsed_run(r, parts, sizes)
+    except Differs: self.rehearsed.clear()   # something was switched since the rehearsal
+    for o in was: o.restore()
+    hidden.set(hiddens)
+    return self._rehearsed_run(self._rehearse(xb, 2 if sum(sizes)>2 else 1), parts, sizes)
+
+@patch
+def _rehearsed_run(self:WholeForward, r, parts, sizes):
+    "The predictions for each slice, run in the way that the rehearsal `r` has found"
+    from fastai_accum.rehearsal import AtNorms,Turns
+    model = self.learn.model
+    if r.norms or not torch.is_grad_enabled(): return r.in_lockstep(self.forward, parts, sizes)
+    states,preds,turns = {},[],Turns(r, len(parts))
+    start,state,buffers = RandomState(accelerators(model)),Hidden(model),Buffers(model)
+    for k,part in enumerate(parts):
+        def forward(*xs, k=k):
+            with r.dealt(sizes, k, states),AtNorms(r.alone): return self.forward(*xs)
+        start.restore()
+        with turns(k),state.rows(sum(sizes[:k]), sizes[k], sum(sizes)),r.as_before():
+            preds.append(_twice(model, state, start, buffers, forward, part))
+    turns.end(sizes)
+    return preds
+
+def _settings(model):
+    "What can be switched in a model: its modules, their modes, and their attributes that are flags, names or shares"
+    def own(m): return ((k,v) for k,v in vars(m).items() if isinstance(v, (bool,float,str)))
+    return tuple((id(m), *own(m)) for m in model.modules())
+
+@patch
+def _rehearse(self:WholeForward, xb, n):
+    "What a rehearsal on `n` samples and on one more has found, for a batch of these shapes"
+    from fastai_accum.rehearsal import in_thread,rehearse
+    few,more = (self.cut(xb, self.learn.yb, bs)[0][0] for bs in (n,n+1))
+    if n==1:   # batch norm needs two samples, so take one of them twice
+        try: few,more = more,join([more,few], [2,1]); n = 2
+        except ValueError: pass   # the samples are not along the first dimension
+    key = tuple((tuple(o.shape), o.dtype) for _,o in leaves(few[:len(xb)])),_settings(self.learn.model)
+    if key not in self.rehearsed:
+        parts = [o[:len(xb)] for o in self.cut(more[:len(xb)], more[len(xb):], n)[0]]
+        run = partial(rehearse, self.learn.model, self.forward, few[:len(xb)], more[:len(xb)], parts, n)
+        self.rehearsed[key] = in_thread(run)
+    return self.rehearsed[key]

@@ -358,7 +358,7 @@ def test_bad_bs():
 def test_settings_that_cannot_work():
     "Their own errors"
     with pytest.raises(ValueError, match="AccumulateStep: the loss has reduction='none'"): learner(loss_func=nn.CrossEntropyLoss(reduction='none'), cbs=AccumulateStep(2)).check_accumulation()
-    with pytest.raises(ValueError, match="exact=True, and what the model returns for a sample depends"): learner(net(Centre()), cbs=MicroBatch(4, exact=True)).check_accumulation()
+    with pytest.raises(ValueError, match="exact=True is not possible: what the model returns for a sample depends"): learner(net(Centre()), cbs=MicroBatch(4, exact=True)).check_accumulation()
     with pytest.raises(ValueError, match='is not finite'): learner(loss_func=lambda p,y: (p*math.nan).mean()).check_accumulation()
 
 def test_shown():
