@@ -18,9 +18,9 @@ from .replace import DuringTraining,Replaced
 
 # %% ../nbs/offload.ipynb #7cf7463f
 class OffloadActivations(DuringTraining):
-    "Keep what the backward pass needs in the memory of the host, but for parameters and buffers"
+    "Keep what the backward pass needs in the memory of the host, except parameters and buffers"
     name  = 'offloading'   # `learn.offload_activations` is the method
-    order = -110   # before `GradientCheckpointing`, so that its context is the inner one
+    order = -110   # before `GradientCheckpointing`, whose context has to be the inner one
 
     @contextmanager
     def during(self):
@@ -34,25 +34,25 @@ def _forward(host, forward, *args, **kwargs):
 # %% ../nbs/offload.ipynb #6c6acd2e
 @patch
 def offload_activations(self:Learner)->Learner:
-    "Keep what the backward pass needs in the memory of the host; replaces an `OffloadActivations` that is there"
+    "Add an `OffloadActivations` to the learner; if it has one already, replace that"
     return self.remove_cbs(self.cbs.filter(lambda o: isinstance(o, OffloadActivations))).add_cb(OffloadActivations())
 
 # %% ../nbs/offload.ipynb #d9fa9ce9
 class Kept:
-    "A tensor whose values are on the host; `before` is a weak reference to the one that was put there before it"
-    ahead = None   # the tensor on its device again, and the event that says that its values are there
+    "A tensor with its values on the host; `before` is a weak reference to the one that was put there before it"
+    ahead = None   # the tensor back on its device, and the event that says when its values have arrived
     def __init__(self, t, device, before): self.t,self.device,self.before = t,device,before
 
 def _storage(t): return t.untyped_storage() if hasattr(t, 'untyped_storage') else t.storage()   # before 2.0
 
 # %% ../nbs/offload.ipynb #ab445772
 class Host:
-    "Keeps tensors in the memory of the host, but for what `model` holds anyway"
+    "Keeps tensors in the memory of the host, except what `model` holds anyway"
     least     = 1024   # bytes of the smallest tensor that moves
-    n_leaving = 4      # tensors that may be on their way to the host at a time
-    made = WeakValueDictionary()   # what is on the host, by its address
+    n_leaving = 4      # tensors that may be on their way to the host at the same time
+    made = WeakValueDictionary()   # the tensors on the host, by their address
     def __init__(self,
-        model:nn.Module # Its parameters and buffers stay where they are, and views of them
+        model:nn.Module # Its parameters and buffers, and views of them, stay where they are
     ):
         self.model,self.streams,self.leaving,self.last = model,{},deque(),None
         self._look()
@@ -61,12 +61,12 @@ class Host:
         own = chain(self.model.parameters(), self.model.buffers())
         self.own = {_storage(o).data_ptr() for o in own if _is_plain(o)}
 
-    def here(self, t): return t.device.type in ('cpu','meta')   # the memory of `t` is the host's
-    def room(self, t): return torch.empty_like(t, device='cpu', pin_memory=t.is_cuda)   # on the host
+    def here(self, t): return t.device.type in ('cpu','meta')   # whether `t` is on the host already
+    def room(self, t): return torch.empty_like(t, device='cpu', pin_memory=t.is_cuda)   # a place on the host
 
 # %% ../nbs/offload.ipynb #4f733f2b
 def _is_plain(t):
-    "Whether `t` is an ordinary tensor: not sparse, quantized or nested, nor one of a class with operations of its own"
+    "Whether `t` is an ordinary tensor: not sparse, quantized or nested, and not of a class with its own operations"
     if t.layout is not torch.strided or t.is_quantized or getattr(t, 'is_nested', False): return False
     return type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
 
@@ -75,14 +75,14 @@ def stays(self:Host, t):
     "Whether `t` stays where it is"
     if not _is_plain(t) or self.here(t): return True
     n = t.numel()*t.element_size()
-    if n<self.least or _storage(t).nbytes()<n: return True   # the copy of an expanded tensor is larger than it
+    if n<self.least or _storage(t).nbytes()<n: return True   # the copy of an expanded tensor is larger
     ptr = _storage(t).data_ptr()
     return ptr in self.own or ptr in self.made
 
 # %% ../nbs/offload.ipynb #5fa5a872
 @patch
 def put(self:Host, t):
-    "What is kept of `t`: the tensor itself if it stays, else a `Kept`"
+    "What is kept of `t`: the tensor itself if it stays, otherwise a `Kept`"
     if isinstance(t, Kept) or self.stays(t): return t
     t = t.detach().as_subclass(Tensor)
     host = self.room(t)
@@ -94,7 +94,7 @@ def put(self:Host, t):
 
 @patch
 def get(self:Host, o):
-    "The tensor of which `o` is kept, on its device"
+    "The tensor that `put` has made `o` from, on its device"
     if not isinstance(o, Kept): return o
     if o.device.type=='cuda': return self._fetch(o)
     return torch.empty_like(o.t, device=o.device).copy_(o.t)
@@ -102,7 +102,7 @@ def get(self:Host, o):
 # %% ../nbs/offload.ipynb #0298d6dd
 @patch
 def hooks(self:Host):
-    "A context in which what autograd saves is kept on the host"
+    "A context that keeps on the host what autograd saves"
     self._look()
     if all(self.here(p) for p in self.model.parameters()): return nullcontext()
     return saved_tensors_hooks(self._pack, self._unpack)
@@ -115,9 +115,9 @@ def _pack(self:Host, t):
 @patch
 def _unpack(self:Host, kept):
     o,version = kept
-    if version is not None and o._version!=version:   # PyTorch does not look, where there are hooks
+    if version is not None and o._version!=version:   # with hooks, PyTorch does not check
         raise RuntimeError(f"OffloadActivations: a tensor of shape {list(o.shape)}, which the backward pass needs, "
-                           "has been modified by an inplace operation; change a copy")
+                           "has been modified by an inplace operation; change a copy instead")
     return self.get(o)
 
 # %% ../nbs/offload.ipynb #477dd721
@@ -137,7 +137,7 @@ def _send(self:Host, t, host):
 
 @patch
 def _left(self:Host, n):
-    "Let go of all but `n` tensors that are on their way: their memory is used again after they have arrived"
+    "Let go of all but `n` of the tensors on their way; their memory is used again after they have arrived"
     while len(self.leaving)>n:
         t,event = self.leaving.popleft()
         torch.cuda.current_stream(t.device).wait_event(event)
@@ -148,14 +148,14 @@ def _start(self:Host, o):
     "Begin to copy the values of `o` back"
     side,current = self._side(o.device)
     t = torch.empty_like(o.t, device=o.device)
-    side.wait_stream(current)   # which may use the same memory until here
+    side.wait_stream(current)   # until here, the model may use the same memory
     with torch.cuda.stream(side): t.copy_(o.t, non_blocking=True)
-    t.record_stream(side)   # it may be let go of before it is there
+    t.record_stream(side)   # `t` may be freed before the copy is done
     o.ahead = t,side.record_event()
 
 @patch
 def _fetch(self:Host, o):
-    "The values of `o`; and begin with those that were put before it, which the backward pass asks for next"
+    "The values of `o`; begin to copy those that were put before it, which the backward pass asks for next"
     self._left(0)
     if o.ahead is None: self._start(o)
     (t,event),o.ahead = o.ahead,None

@@ -306,12 +306,12 @@ def refuse(pat, blocks=None, make=None):
 def test_refused():
     for o in (3, 'layer1'): refuse(f'blocks must be a list of modules, a function module -> bool, or None, got {o!r}', o)
     refuse('blocks must be a list .* got Odd', lambda m: m.body[0])
-    refuse(r'blocks\[1\] is Linear, no module of the model', lambda m: [m.body[0], nn.Linear(2,2)])
-    refuse(r"blocks\[0\] is 'stem', no module; pass modules of learn.model", ['stem'])
+    refuse(r'blocks\[1\] is Linear, which is not in the model', lambda m: [m.body[0], nn.Linear(2,2)])
+    refuse(r"blocks\[0\] is 'stem', which is not a module; pass modules of learn.model", ['stem'])
     refuse(r'blocks\[0\] is ModuleList, a list of modules, which the model never calls', lambda m: [m.body])
-    refuse(r'blocks has body.1.conv, which is inside body.1', lambda m: [m.body[1], m.body[1].conv])
-    refuse(r'blocks has stem, which is inside the model', lambda m: lambda o: isinstance(o, (Net,nn.Sequential)))
-    refuse(r'blocks gives no module of the model Net; pass blocks=\[...\]', lambda m: lambda o: False)
+    refuse(r'blocks overlap, since body.1.conv is inside body.1', lambda m: [m.body[1], m.body[1].conv])
+    refuse(r'blocks overlap, since stem is inside the model', lambda m: lambda o: isinstance(o, (Net,nn.Sequential)))
+    refuse(r'blocks selects no module of the model Net; pass blocks=\[...\]', lambda m: lambda o: False)
     refuse(r'found no blocks in the model Sequential; pass blocks=\[...\], .* or blocks=f', make=lambda: nn.Sequential(nn.Flatten(), nn.Linear(3*256,8), nn.Tanh(), nn.Linear(8,3)))
     def scripted():
         m = Net(); m.stem = torch.jit.script(m.stem); return m
