@@ -29,11 +29,12 @@ def _repr_markdown_(self):
     "Signature, docstring and table of arguments of `self.sym`"
     if not isinstance(self.dm, DocmentText): return f'```python\n{self.dm}\n```\n\n*{self.docs}*'
     dm = {k:v for k,v in self.dm.dm.items() if k not in all_events}
-    args = {k:v for k,v in dm.items() if k!='return'}
+    args,ret = {k:v for k,v in dm.items() if k!='return'},dm.get('return', {})
     commented = any(v.get('docment') for v in dm.values())
-    call = signature(self.nm.replace('Learner.', 'learn.'), args, dm.get('return', {}), with_types=not commented)
+    call = signature(self.nm.replace('Learner.', 'learn.'), args, ret, with_types=not commented)
     res = [f'```python\n{call}\n```', re.sub(r'^(\s*)(.+)', r'\1*\2*', self.docs or '', count=1)]
-    rows = [cells(k, v) for k,v in dm.items() if any(cells(k, v)[1:])]
+    rows = [cells(k, v) for k,v in args.items() if any(cells(k, v)[1:])]
+    if ret.get('docment'): rows.append(cells('return', ret))
     if commented: res.append(table(['argument', 'type', 'meaning'], rows))
     return '\n\n'.join(res)
 
