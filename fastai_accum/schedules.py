@@ -1,4 +1,4 @@
-"""A window that grows while training goes on
+"""Let the window grow during training
 
 Docs: https://fastai-accum.github.io/fastai_accum/schedules.html.md"""
 
@@ -17,10 +17,11 @@ from .refusals import check_count
 def plot_windows(self:Recorder,
     figsize:tuple=(9,2.7) # Width and height, in inches
 ):
-    "Plot the learning rate, the effective batch and the steps of the last fit that accumulated, against the samples seen so far"
+    "Plot the learning rate, the effective batch and the steps of the last fit that accumulated, over the samples"
     acc = vars(self.learn).get('accumulate_step')
     if not getattr(acc, 'history', None):
-        raise ValueError("plot_windows: the learner has not trained with AccumulateStep or MicroBatch yet; call `fit` first")
+        raise ValueError("plot_windows: the learner has not trained with AccumulateStep or MicroBatch yet; "
+                         "call `fit` first")
     seen,sizes,lrs = zip(*acc.history)
     made = np.cumsum(np.array(sizes)>0)
     _,axs = plt.subplots(1, 3, figsize=figsize, layout='constrained')
@@ -33,12 +34,13 @@ def plot_windows(self:Recorder,
 Seesaw = namedtuple('Seesaw', 'lr n_step')
 
 def SchedSeesaw(
-    sched:Callable, # Learning rate schedule `pct -> lr` that does not rise, such as `SchedCos(1e-3, 0)`
+    sched:Callable, # Learning rate schedule, a function of `pct` that does not rise, such as `SchedCos(1e-3, 0)`
     n_step:int, # Micro-batches in the first windows
-    n_max:int # Micro-batches in a window, at most; from there on the learning rate is halved where `sched` halves it
+    n_max:int # Most micro-batches in a window; after that the learning rate is halved where `sched` halves it
 )->Seesaw: # The schedules `lr` and `n_step`, functions of `pct`
-    "Where `sched` would halve the learning rate, multiply it by 1/√2 and double the window (Meterez et al., 2025, arXiv 2510.14717)"
-    if not callable(sched): raise ValueError(f"SchedSeesaw: sched must be a function of pct, such as SchedCos(1e-3, 0), got {sched!r}")
+    "Where `sched` halves the learning rate, multiply it by 1/√2 and double the window (Meterez et al., 2025)"
+    if not callable(sched):
+        raise ValueError(f"SchedSeesaw: sched must be a function of pct, such as SchedCos(1e-3, 0), got {sched!r}")
     for k,v in dict(n_step=n_step, n_max=n_max).items():
         if callable(v): raise ValueError(f"SchedSeesaw: {k} must be an int of at least 1, got {v!r}")
         check_count('SchedSeesaw', k, v)
@@ -49,7 +51,7 @@ def SchedSeesaw(
 
 # %% ../nbs/schedules.ipynb #caa3275b
 def _check_falls(sched, a, b):
-    "Refuse a schedule that rises from `a` to `b`"
+    "Raise an error if the schedule rises from `a` to `b`"
     u,v = (float(np.max(sched(float(o)))) for o in (a,b))
     if not (u>0 or a>0): raise ValueError(f"SchedSeesaw: sched must begin above 0, got {u:g} at pct=0")
     if v>u*(1+1e-9):
@@ -57,7 +59,7 @@ def _check_falls(sched, a, b):
                          "put a warm-up before it with combine_scheds")
 
 def _halvings(sched, pct):
-    "How often `sched` has halved the learning rate by `pct`"
+    "How often `sched` has halved the learning rate before `pct`"
     a,b = (float(np.max(sched(o))) for o in (0.,pct))
     return 1000 if b<=0 else int(math.log2(a/b)+1e-9)
 

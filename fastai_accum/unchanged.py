@@ -50,7 +50,7 @@ class LoaderState:
             elif isinstance(o, (list,dict)) or hasattr(o, '__dict__'):
                 d = o if isinstance(o, (list,dict)) else vars(o)
                 self.held.append((d, copy(d)))
-                if len(d)<100: todo += d.values() if isinstance(d, dict) else d   # longer ones are the items of a data set
+                if len(d)<100: todo += d.values() if isinstance(d, dict) else d   # longer ones are data
             elif isinstance(o, tuple) and len(o)<100: todo += o
         n_cuda = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
         self.random = RandomState([torch.device('cuda', i) for i in range(n_cuda)])
