@@ -5,7 +5,7 @@ READY  := .venv/.installed
 .PHONY: help demo test test-all works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-checkpointing bench-noise clean
 
 help: ## One line for each command
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
 
 $(READY): settings.ini setup.py pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -15,11 +15,11 @@ $(READY): settings.ini setup.py pyproject.toml
 demo: $(READY) ## Train on digits: the large batch, AccumulateStep, and fastai's callback
 	@$(BIN)/python benchmarks/demo.py
 
-test: $(READY) ## Every notebook and every test, a few minutes
+test: $(READY) ## Every notebook and every test but the slow sweeps
 	OMP_NUM_THREADS=1 $(BIN)/nbdev-test --n-workers 2
 	$(BIN)/python -m pytest
 
-test-all: $(READY) ## The same, with the slow sweeps
+test-all: $(READY) ## Every notebook and every test, with the slow sweeps
 	OMP_NUM_THREADS=1 $(BIN)/nbdev-test --n-workers 2
 	$(BIN)/python -m pytest -m 'slow or not slow'
 
@@ -32,7 +32,7 @@ works: $(READY) ## Measure what the page "Works with" shows, with the optional p
 docs: $(READY) ## The site, in _docs (Quarto if it is installed, otherwise smalldocs)
 	$(BIN)/python .ci/docs.py site
 
-readme: $(READY) ## README.md from nbs/index.ipynb
+readme: $(READY) ## README.md, from nbs/index.ipynb
 	$(BIN)/python .ci/docs.py readme
 
 bench-distributed: $(READY) ## What two processes send, and how long it takes them over a slow link
