@@ -93,6 +93,8 @@ def test_readme_on_pypi():
     links = re.findall(r'\]\(([^)\s]+)', text) + re.findall(r'(?:src|href)="([^"]+)"', text)
     broken = [o for o in links if not o.startswith(('https://','#'))]
     assert links and not broken, broken
+    files = [m[1] for o in links if (m := re.search(r'fastai_accum/(?:raw|blob)/main/(.*)', o))]
+    assert files and all((root/o).is_file() for o in files), files
 
 def test_stated_once():
     tomllib = pytest.importorskip('tomllib', reason='reads pyproject.toml, and tomllib comes with Python 3.11')
