@@ -263,14 +263,15 @@ def is_plain(learn):
     "Whether the learner and its modules have their own methods"
     return learn._with_events.__func__ is Learner._with_events and not any(isinstance(m.forward, Replaced) for m in learn.model.modules())
 
-def exports(cb): cb.learn.export('mid.pkl')
+class Exports(Callback):
+    def after_train(self): self.learn.export('mid.pkl')
 
 def test_export(tmp_path):
     "`export` in the middle of a fit and after it, and `load_learner`"
     learn = get_learner(*odd).gradient_checkpointing()
     learn.dls,learn.path = make_dls(24, 12, x=torch.randn(24,3,16,16)),tmp_path
     x = learn.dls.valid.one_batch()[0]
-    learn.fit(1, cbs=Callback(after_train=exports))
+    learn.fit(1, cbs=Exports())
     learn.export('end.pkl')
     for nm in ('mid','end'):
         l = load_learner(tmp_path/f'{nm}.pkl')
