@@ -25,25 +25,25 @@ from .unchanged import unchanged
 
 # %% ../nbs/noise.ipynb #b27293a0
 class Noise(namedtuple('Noise', 'scale low high grad_sq noise')):
-    "A gradient noise scale in samples with its 95 % interval: `noise/grad_sq`, or `nan` where it is not measurable"
-    preconditioned = None   # the same as an Adam-like optimizer weighs it, if that was measured
-    n_step         = None   # what `learn.noise_scale` suggests
+    "A gradient noise scale in samples, `noise/grad_sq`, with its 95 % interval; `nan` if it is not measurable"
+    preconditioned = None   # the noise scale as an Adam-like optimizer sees it, if that was measured
+    n_step         = None   # the number of micro-batches that `learn.noise_scale` suggests
 
 # %% ../nbs/noise.ipynb #41f63cab
 @patch
 def noise_scale(self:Learner,
-    n_step:int=8, # Batches of the loader in a window, at least 2; or 1, if a `MicroBatch` cuts them
-    num_it:int=100, # Windows
-    show_plot:bool=True # Plot the estimate over the number of windows
-)->Noise: # With `n_step`, the suggestion, and `preconditioned`, if the optimizer is Adam-like and has stepped before
-    "Measure the gradient noise scale in a mock training at fixed weights, and suggest how far to accumulate"
+    n_step:int=8, # Batches of the loader in a window: at least 2, or 1 if a `MicroBatch` cuts them
+    num_it:int=100, # Number of windows
+    show_plot:bool=True # Whether to plot the estimate over the number of windows
+)->Noise: # Its `n_step` is the suggestion; it has `preconditioned` if an Adam-like optimizer has stepped before
+    "Measure the gradient noise scale in a mock training that changes nothing, and suggest how far to accumulate"
     now,cut,cb = _settings(self),first_of(self, 'MicroBatch'),NoiseScale(preconditioned=True)
     _check_least('noise_scale', 'n_step', n_step, 1 if cut else 2)
     _check_least('noise_scale', 'num_it', num_it, 2)
     _check_held(self, n_step)
     with unchanged(self):
         acc = AccumulateStep(n_step, average=now.average, weight=now.weight or (cut and cut.weight), drop_last=True)
-        if cut: cut.weight = None   # it is `acc` that needs it
+        if cut: cut.weight = None   # `acc` has it now
         with self.no_logging(): self.fit(1, cbs=[acc, cb, _MockFit(num_it)])
     return _report(cb, n_step, now, show_plot)
 
@@ -55,17 +55,19 @@ def _check_least(who, name, v, least):
 def _check_held(learn, n_step):
     n = len(learn.dls.train) if learn.dls and len(learn.dls.loaders) else n_step
     if n_step>n:
-        raise ValueError(f"noise_scale: n_step={n_step} is more than the {n} batches of an epoch; "
-                         + (f'pass n_step=2 to {n}' if n>1 else 'lower the batch size of the loader, so that an epoch has two or more'))
+        fewer = 'lower the batch size of the loader, so that an epoch has two or more'
+        what = f'pass n_step=2 to {n}' if n>1 else fewer
+        raise ValueError(f"noise_scale: n_step={n_step} is more than the {n} batches of an epoch; {what}")
 
 def _settings(learn):
-    "The `AccumulateStep` that a fit would have"
+    "The `AccumulateStep` that a fit would use"
     on = getattr(defaults, 'accumulation', None)
     return first_of(learn, 'AccumulateStep') or AccumulateStep(**(on.settings if on else dict(n_step=1)))
 
 class _MockFit(Callback):
-    "No step, no validation, and the end after `num_it` windows"
-    name,order = 'lr_finder',45   # trackers and loggers keep off by this name; after mixed precision, whose scaler wants its step
+    "Skip the optimizer step and the validation, and end the fit after `num_it` windows"
+    # Trackers and loggers do nothing beside a callback of this name; its order lets mixed precision act first
+    name,order = 'lr_finder',45
     def __init__(self, num_it): self.num_it = num_it
     def before_fit(self): self.learn.n_epoch = self.num_it//(self.learn.accumulate_step.plan.n_windows or 1) + 1
     def before_step(self): raise CancelStepException
@@ -78,19 +80,19 @@ def unbiased(
     n, # Micro-batches in a window
     weight, # W, the sum of their weights
     sum_sq, # The sum of w_i|g_i|²
-    mean_sq # The square of the gradient of the window
-)->tuple: # The noise of a unit of weight, and the square of the true gradient
-    "Unbiased estimates from one window, or from arrays of windows"
+    mean_sq # The squared length of the window's gradient
+)->tuple: # The noise of a unit of weight, and the squared length of the true gradient
+    "Unbiased estimates from one window, or from arrays with one value for each window"
     noise = (sum_sq-weight*mean_sq)/(n-1)
     return noise,mean_sq-noise/weight
 
 # %% ../nbs/noise.ipynb #6745fd1d
 def ratio_interval(
-    a, # Values whose mean is the numerator
-    b, # Values that belong to them, whose mean is the denominator
-    level:float=0.95 # How often the interval is to hold the true ratio
-)->tuple: # The ratio of the means and the ends of its interval; not numbers if the interval of the denominator reaches 0
-    "The ratio of two means with Fieller's interval"
+    a, # Values; their mean is the numerator
+    b, # Values, measured together with those of `a`; their mean is the denominator
+    level:float=0.95 # Share of cases in which the interval should contain the true ratio
+)->tuple: # The ratio and the ends of its interval; all `nan` if the interval of the denominator contains 0
+    "The ratio of two means, with Fieller's interval"
     if len(a)<2: return (math.nan,)*3
     t2 = stats.t.ppf((1+level)/2, len(a)-1)**2
     (va,c),(_,vb) = np.cov(a, b)*t2/len(a)
@@ -102,20 +104,21 @@ def ratio_interval(
 
 # %% ../nbs/noise.ipynb #2c81cd61
 class NoiseScale(DuringTraining):
-    "Record what tells the gradient noise scale in each window of a fit; needs an `AccumulateStep`"
-    name,order,run_valid = 'gradient_noise',-1000,False   # finished gradients, before mixed precision and clipping act on them
+    "Record the gradient noise scale in each window of a fit; needs an `AccumulateStep`"
+    # The order: gradients are complete, and mixed precision and clipping have not changed them yet
+    name,order,run_valid = 'gradient_noise',-1000,False
     _looked = False
-    _ps = _win = _sums = None   # the parameters with hooks, while training; the window that is open, and its sums
+    _ps = _win = _sums = None   # during training: the parameters with hooks, the open window, and its sums
     _stateattrs = DuringTraining._stateattrs + ('_ps','_win','_sums')
     def __init__(self,
-        preconditioned:bool=False # Record as an Adam-like optimizer weighs it too, at the cost of some passes over the gradients
+        preconditioned:bool=False # Also record it as an Adam-like optimizer sees it, which takes more time
     ):
         if not isinstance(preconditioned, bool):
             raise ValueError(f"NoiseScale: preconditioned must be True or False, got {preconditioned!r}")
         self.preconditioned,self._rows,self._new,self._warned = preconditioned,[],[],set()
 
     def before_fit(self):
-        "Refuse what cannot be measured, and begin a new record"
+        "Raise an error if the learner cannot be measured, and begin a new record"
         learn = self.learn
         if not (learn.lock.locked() or first_of(learn, 'LRFinder')):
             self._check()
@@ -129,28 +132,28 @@ def _check(self:NoiseScale):
     if cbs.map(is_a, name='NoiseScale').count(True)>1:
         raise ValueError("NoiseScale: cbs has more than one NoiseScale; keep one")
     if not first_of(self.learn, 'WindowCallback'):
-        raise ValueError("NoiseScale: the learner has no AccumulateStep, and noise can only be measured with at least two micro-batches in a window; "
-                         "add AccumulateStep(n_step=2) or more")
+        raise ValueError("NoiseScale: the learner has no AccumulateStep, and the noise can only be measured "
+                         "with two or more micro-batches in a window; add AccumulateStep(n_step=2) or more")
     if cut and cut.shows_whole:
-        raise ValueError(f"NoiseScale: {cut!r} has no gradient for each slice; "
+        raise ValueError(f"NoiseScale: {cut!r} does not compute a gradient for each slice; "
                          "measure without coupled=True and exact=True")
     if any(map(_is_sharded, self.learn.model.modules())):
-        raise ValueError("NoiseScale: a model in fully_shard has no whole gradient in any process; "
-                         "measure on one, or with DistributedDataParallel")
+        raise ValueError("NoiseScale: with fully_shard, no process has the whole gradient; "
+                         "measure in one process, or with DistributedDataParallel")
 
 # %% ../nbs/noise.ipynb #72a2e692
 _cols = 'step n weight samples sum_sq mean_sq pre_sum_sq pre_mean_sq'.split()
 
 @patch(as_prop=True)
 def windows(self:NoiseScale)->pd.DataFrame:
-    "Of each window that could be measured, `sum_sq`, the sum of w_i|g_i|², and `mean_sq`, the square of its gradient"
+    "A row for each measured window: `sum_sq` is the sum of w_i|g_i|², `mean_sq` the squared length of its gradient"
     self._read()
     rows = np.array(self._rows, dtype=float).reshape(-1, len(_cols))
     df = pd.DataFrame(rows, columns=_cols).astype({'step':int,'n':int})
     return df[(df.n>=2) & np.isfinite(df[['weight','sum_sq','mean_sq']]).all(axis=1)].reset_index(drop=True)
 
 def _means(df, pre=''):
-    "The noise of a sample and the squared gradient, for each window"
+    "The noise of one sample and the squared length of the gradient, for each window"
     noise,grad_sq = unbiased(df.n, df.weight, df[f'{pre}sum_sq'], df[f'{pre}mean_sq'])
     return noise*df.samples.sum()/max(df.weight.sum(), 1e-300),grad_sq
 
@@ -161,9 +164,9 @@ def _noise(df, pre=''):
 # %% ../nbs/noise.ipynb #12ab5239
 @patch
 def result(self:NoiseScale,
-    last:int|None=None # Windows to take, the last ones; `None` takes all
-)->Noise:
-    "The noise scale over windows of the fit"
+    last:int|None=None # How many of the last windows to use; `None`: all
+)->Noise: # The estimate
+    "The noise scale over the last windows of the fit"
     if last is not None: _check_least('NoiseScale', 'last', last, 2)
     df = self.windows.iloc[-(last or 0):]
     res,pre = _noise(df),df[np.isfinite(df[['pre_sum_sq','pre_mean_sq']]).all(axis=1)]
@@ -172,7 +175,7 @@ def result(self:NoiseScale,
 
 # %% ../nbs/noise.ipynb #4e37cd44
 def _smooth(vs, beta):
-    "Exponential averages of `vs`, corrected for their start"
+    "Exponential moving averages of `vs`, with the correction for their start"
     avg,res = 0.,[]
     for i,v in enumerate(vs, 1):
         avg = beta*avg+(1-beta)*v
@@ -181,10 +184,10 @@ def _smooth(vs, beta):
 
 @patch
 def plot(self:NoiseScale,
-    beta:float=0.98, # Of the exponential averages over windows
-    ax=None # Axes to draw on
+    beta:float=0.98, # Share that the exponential moving average keeps at each window
+    ax=None # Axes to draw on; `None`: new ones
 ):
-    "The noise scale over the steps of the fit"
+    "Plot the noise scale over the steps of the fit"
     df = self.windows
     if ax is None: _,ax = plt.subplots()
     for pre,label in ('','noise scale'),('pre_','preconditioned'):
@@ -200,16 +203,17 @@ def plot(self:NoiseScale,
 def try_windows(self:Learner,
     n_step=(4,8,16), # Batches of the loader in a window, for each branch
     n_epoch:int=1, # Epochs for each branch
-    lr:float|None=None, # Learning rate with the first `n_step`, constant; the others get it times the square root of the ratio. `None` is `learn.lr`
-    show_plot:bool=True # Plot the training loss over the samples
-)->pd.DataFrame: # A row for each branch, with what the validation says at its end
-    "Train a branch from here with each `n_step`, at equal samples; the learner is as before afterwards"
+    lr:float|None=None, # Learning rate of the first branch, by default `learn.lr`; √k times it with k times the window
+    show_plot:bool=True # Whether to plot the training loss over the samples
+)->pd.DataFrame: # A row for each branch, with the validation at its end
+    "Train one branch from here for each `n_step`, on the same samples; the learner stays as it was"
     n_steps,lr = list(L(n_step)),self.lr if lr is None else lr
     for n in n_steps or [None]: _check_least('try_windows', 'n_step', n, 1)
     _check_least('try_windows', 'n_epoch', n_epoch, 1)
     if isinstance(lr, bool) or not isinstance(lr, Real) or not 0<lr<math.inf:
         raise ValueError(f"try_windows: lr must be a number above 0, got {lr!r}")
-    if not first_of(self, 'Recorder'): raise ValueError("try_windows: the learner has no Recorder, which has the validation losses; add one")
+    if not first_of(self, 'Recorder'):
+        raise ValueError("try_windows: the learner has no Recorder, which keeps the validation losses; add one")
     now,cut,rows,curves = _settings(self),first_of(self, 'MicroBatch'),{},{}
     for n in n_steps:
         losses = _Losses()
@@ -218,14 +222,16 @@ def try_windows(self:Learner,
             if cut: cut.weight = None
             self.remove_cbs(self.cbs.filter(is_a, name='ParamScheduler'))   # it would set the learning rate
             with self.no_logging(): self.fit(n_epoch, lr*(n/n_steps[0])**.5, cbs=[acc, losses])
-            if not losses.seen: raise ValueError(f"try_windows: n_step={n} made no step; a callback has ended the fit")
+            if not losses.seen:
+                raise ValueError(f"try_windows: n_step={n} made no step, because a callback ended the fit")
             rows[n],curves[n] = _branch(self, acc, lr*(n/n_steps[0])**.5),losses.seen
     return _compare(rows, curves, show_plot)
 
 # %% ../nbs/noise.ipynb #e7026f20
 class _Losses(Callback):
-    "The loss of each window, and its samples; trackers and loggers keep off by its name"
-    name,order,run_valid = 'lr_finder',-100,False   # before one that ends the fit at a NaN
+    "The number of samples and the loss of each window"
+    # Trackers and loggers do nothing beside a callback of this name; the order is before callbacks that end fits at NaN
+    name,order,run_valid = 'lr_finder',-100,False
     def __init__(self): self.seen = []
     def after_batch(self): self.seen.append((self.learn.accumulate_step.window.n_all, self.learn.loss.detach()))
 
@@ -233,11 +239,11 @@ def _branch(learn, acc, lr):
     rec,n = learn.recorder,acc.counts
     names = list(rec.metric_names)[1:]
     values = dict(zip(names, rec.values[-1])) if rec.values else {}
-    values.pop('train_loss', None)   # fastai's average is over windows, and these differ
+    values.pop('train_loss', None)   # fastai averages over windows, and these differ between branches
     return dict(lr=lr, steps=n.n_steps, **values)
 
 def _by_samples(seen, horizon):
-    "The loss averaged over about the last `horizon` samples, and the samples so far"
+    "The samples so far, and the loss averaged over about the last `horizon` samples"
     avg,mass,at,res = 0.,0.,0,[]
     for n,loss in seen:
         keep = math.exp(-n/horizon)
@@ -253,14 +259,16 @@ def _compare(rows, curves, show_plot):
         line = _by_samples(seen, horizon)
         rows[k] = dict(samples=max(n for n,_ in seen), train_loss=line[-1][1], **rows[k])
         if show_plot: ax.plot(*zip(*[o for o in line if o[0]>=horizon]), label=f'n_step={k}, lr {rows[k]["lr"]:.2g}')
-    if show_plot: ax.set(xlabel='samples', ylabel='training loss', title=f'Averaged over about {horizon:.0f} samples'); ax.legend()
+    if show_plot:
+        ax.set(xlabel='samples', ylabel='training loss', title=f'Averaged over about {horizon:.0f} samples')
+        ax.legend()
     return pd.DataFrame(rows).T.rename_axis('n_step').astype({'samples':int,'steps':int})
 
 # %% ../nbs/noise.ipynb #6caccb43
 @patch
 @contextmanager
 def during(self:NoiseScale):
-    "Hooks on the parameters that the optimizer steps"
+    "Put hooks on the parameters of the optimizer while training runs"
     ps,hooks = [p for p,*_ in self.learn.opt.all_params() if p.requires_grad],[]
     try:
         if not first_of(self.learn, 'LRFinder'): self._ps = ps
@@ -272,15 +280,16 @@ def during(self:NoiseScale):
 
 @patch
 def _arrive(self:NoiseScale, i, g):
-    "The gradient `g` has come to parameter `i`"
+    "Add the gradient `g` of parameter `i`"
     s,win = self._sums,self._win
-    if not win or win.closed: return   # it is before the first window; or the processes average their gradients in a pass that adds nothing
+    # before the first window, or in the empty backward pass in which processes average their gradients
+    if not win or win.closed: return
     if i in s.sqs: s.why = 'a parameter got its gradient in several parts'
     s.sqs[i] = _sq(g.detach())
     if s.moments: s.pre_sqs[i] = _weighed_sq(g.detach(), *s.moments[i])
 
 def _sq(g):
-    "The sum of squares, row by row: PyTorch's norm of ten million float32 numbers at once is 0.1 % too small on a CPU"
+    "The sum of squares, row by row: on a CPU, PyTorch's norm of ten million float32 numbers at once is 0.1 % too small"
     if g.is_sparse: g = g.coalesce().values()
     dim,dtype = tuple(range(1, g.ndim)) or None,torch.promote_types(g.dtype, torch.float32)
     return torch.linalg.vector_norm(g, dim=dim, dtype=dtype).square().sum()
@@ -292,38 +301,38 @@ def _total(sqs):
 # %% ../nbs/noise.ipynb #6a14e1ad
 @dataclass
 class Sums:
-    "What a window adds up to in this process"
+    "The sums of one window in this process"
     n:Real=0            # Micro-batches that count
     weight:Real=0       # The sum of their weights
     samples:Real=0      # Their samples
     sq:Real=0           # The sum of w_i|g_i|²
-    pre_sq:Real=0       # The same, as the optimizer weighs it
-    why:str=None        # Why the window cannot be measured
+    pre_sq:Real=0       # The same, as the optimizer sees it
+    why:str=None        # The reason why the window cannot be measured
     moments:list=None   # What the optimizer divides the gradient of each parameter by
     def __post_init__(self): self.clear()
-    def clear(self): self.sqs,self.pre_sqs = {},{}   # of the micro-batch in flight, for each parameter
+    def clear(self): self.sqs,self.pre_sqs = {},{}   # for each parameter, of the current micro-batch
 
 @patch
 def before_batch(self:NoiseScale):
-    "Begin anew, if a window begins"
+    "Start new sums when a window begins"
     acc = vars(self.learn).get('accumulate_step')
     win = acc and acc.window
     if self._ps is None or win is self._win: return
     self._win,self._sums = win,Sums(moments=_moments(self.learn.opt, self._ps) if self.preconditioned else None)
     ours = {id(p) for p in self._ps}
     if win and any(id(p) in ours for p,_ in acc._fit.grads.aside):
-        self._sums.why = 'gradients from before it wait to be added'
+        self._sums.why = 'gradients from before the window wait to be added'
     self._note_batch_norm()
 
 # %% ../nbs/noise.ipynb #29d4e461
 @patch
 def after_backward(self:NoiseScale):
-    "Add the micro-batch in flight"
+    "Add the current micro-batch to the sums"
     s,acc,m = self._sums,vars(self.learn).get('accumulate_step'),self._win and self._win.micro
     if not m or not m.counted: return
     w,by = m.weight,m.by
     if isinstance(w, Tensor) or w:
-        share = w/by**2 if acc._is_mean else 1/(w*by**2)   # what has arrived, squared and times this, is w_i|g_i|²
+        share = w/by**2 if acc._is_mean else 1/(w*by**2)   # times the squares that arrived: w_i|g_i|²
         sq,pre_sq = (share*_total(o.values()) for o in (s.sqs,s.pre_sqs))
         if isinstance(w, Tensor): sq,pre_sq = (torch.where(w>0, o, 0) for o in (sq,pre_sq))
         s.n,s.weight,s.sq,s.pre_sq,s.samples = s.n+(w>0),s.weight+w,s.sq+sq,s.pre_sq+pre_sq,s.samples+(w>0)*m.n
@@ -332,14 +341,15 @@ def after_backward(self:NoiseScale):
 # %% ../nbs/noise.ipynb #a2de284d
 @patch
 def before_step(self:NoiseScale):
-    "Add the window, whose gradients are finished"
-    self.before_batch()   # this process may have had no micro-batch
+    "Record the window, whose gradients are complete"
+    self.before_batch()   # this process may have no micro-batch
     s,acc,scaler = self._sums,vars(self.learn).get('accumulate_step'),vars(self.learn).get('scaler')
     if not self._win or acc.group.n==1 and not isinstance(s.n, Tensor) and s.n<2: return
-    if s.sqs: s.why = 'a backward pass besides that of the micro-batch'
+    if s.sqs: s.why = 'there was a backward pass besides that of the micro-batch'
     if not isinstance(s.n, Tensor) and s.n and not isinstance(s.sq, Tensor):
-        s.why = 'no gradient has come to the parameters of the optimizer'
-    by = 1 if scaler is None else scaler.scale(torch.ones((), device=self._ps[0].device))**2   # `get_scale` would wait for the device
+        s.why = 'no parameter of the optimizer got a gradient'
+    # `get_scale` would wait for the device
+    by = 1 if scaler is None else scaler.scale(torch.ones((), device=self._ps[0].device))**2
     n,weight,samples,sq,pre_sq,bad = acc.group.sum(s.n, s.weight, s.samples, s.sq/by, s.pre_sq/by, s.why is not None)
     if s.why: self._warn(s.why, f"a window is left out: {s.why}")
     if bad: return
@@ -352,25 +362,26 @@ def before_step(self:NoiseScale):
 
 @patch
 def _read(self:NoiseScale):
-    "Wait for the device, and read what is there"
+    "Wait for the device, and read the new rows"
     self._rows,self._new = self._rows+[[float(v) for v in row] for row in self._new],[]
 
 # %% ../nbs/noise.ipynb #43c31e59
 def _moments(opt, ps):
-    "For each parameter its second moment, the factor that it is too small by, and eps; `None` if one has none"
+    "For each parameter its second moment, the factor by which that is too small, and eps; `None` if one has none"
     state,hypers = getattr(opt, 'opt', opt).state,{id(p):h for pg,h in zip(opt.param_lists, opt.hypers) for p in pg}
     res = [_moment(state.get(p, {}), hypers[id(p)]) for p in ps]
     return None if any(o is None for o in res) else res
 
 def _moment(state, h):
-    v = first(state[k] for k in ('sqr_avg','exp_avg_sq','square_avg') if k in state)   # the last is RMSprop's, which corrects nothing
+    v = first(state[k] for k in ('sqr_avg','exp_avg_sq','square_avg') if k in state)
     if v is None: return None
+    # `square_avg` is RMSprop's, which is not corrected for its start
     step = state.get('step') if 'square_avg' not in state else None
-    if isinstance(step, Tensor) and step.device.type=='cpu': step = step.item()   # of float32
+    if isinstance(step, Tensor) and step.device.type=='cpu': step = step.item()   # it is float32
     return v,1 if step is None else 1-h['sqr_mom']**step,h.get('eps', 0)
 
 def _weighed_sq(g, v, debias, eps):
-    "The sum of g²/(√(v/debias)+eps), with one copy"
+    "The sum of g²/(√(v/debias)+eps), with only one copy"
     if g.is_sparse: g = g.to_dense()
     d = v.to(torch.promote_types(v.dtype, torch.float32), copy=True).sqrt_().add_(eps*debias**.5)
     return d.reciprocal_().mul_(g).mul_(g).sum()*debias**.5
@@ -388,12 +399,12 @@ def _note_batch_norm(self:NoiseScale):
     if self._looked: return
     self._looked = True
     if any(isinstance(m, _BatchNorm) and m.training for m in self.learn.model.modules()):
-        self._warn('batch norm', "the model has batch norm, whose statistics of each micro-batch bias the noise scale; "
-                   "measure with BatchNormEval() or to_group_norm(model)")
+        self._warn('batch norm', "the model has batch norm, which uses the statistics of each micro-batch and biases "
+                   "the noise scale; measure with BatchNormEval() or to_group_norm(model)")
 
 @patch
 def after_fit(self:NoiseScale):
-    "Say if there was nothing to measure"
+    "Warn if there was nothing to measure"
     learn,on = self.learn,self._looked and not self._depth
     super(NoiseScale, self).after_fit()
     if on and not self._rows and not self._new:
@@ -405,21 +416,23 @@ def _log(axis): axis.set_major_formatter(LogFormatter()); axis.set_minor_formatt
 def _n(v): return f'{v:.0f}' if abs(v)>=10 else f'{v:.2g}'
 
 def _report(cb, n_step, now, show_plot):
-    "Say and plot what `cb` has measured"
+    "Print and plot what `cb` has measured"
     df,res = cb.windows,cb.result()
     if not len(df):
-        raise ValueError("noise_scale: the gradients are not finite; find out why first" if cb._rows else
+        raise ValueError("noise_scale: the gradients are not finite (NaN or infinite); fix this first" if cb._rows else
                          "noise_scale: no window could be measured; the warnings above say why")
     bs = df.samples.median()/n_step   # of a batch, in all processes together
     def start(v): return v(0.) if callable(v) else v   # of a schedule
     size,of = start(now.n_samples) or start(now.n_step)*bs,f'{len(df)} windows of {_n(bs*n_step)} samples'
     if not math.isnan(res.scale): res.n_step = max(1, round(res.scale/bs))
     if rank_distrib(): return res
-    if res.n_step: print(f"Gradient noise scale: {_n(res.scale)} samples "
-                         f"(95 % interval {_n(max(0, res.low))} to {_n(res.high)}), from {of}. "
-                         f"The effective batch is {_n(size)} now; n_step={res.n_step} makes it {_n(res.n_step*bs)}.")
-    else: print(f"Gradient noise scale: not measurable here, take more windows (num_it) or larger ones (n_step). "
-                f"In {of} the noise hides the gradient.")
+    if res.n_step:
+        low,high = _n(max(0, res.low)),_n(res.high)
+        print(f"Gradient noise scale: {_n(res.scale)} samples (95 % interval {low} to {high}).\n"
+              f"Measured from {of}.\n"
+              f"The effective batch is {_n(size)} now. With n_step={res.n_step} it would be {_n(res.n_step*bs)}.")
+    else: print(f"Gradient noise scale: not measurable from {of}.\n"
+                "The noise hides the gradient. Take more windows (num_it) or larger ones (n_step).")
     if show_plot: _plot_estimate(df, size, res.n_step, bs)
     return res
 
@@ -429,7 +442,7 @@ def _plot_estimate(df, size, n_step, bs):
     est,low,high = np.array([ratio_interval(noise[:k], grad_sq[:k]) for k in ks]).T
     _,ax = plt.subplots()
     ax.plot(ks, est, label='noise scale, with its 95 % interval')
-    ax.fill_between(ks, np.maximum(low, est/100), np.minimum(high, est*100), alpha=.25)   # of a band that leaves the plot, an end
+    ax.fill_between(ks, np.maximum(low, est/100), np.minimum(high, est*100), alpha=.25)   # a band may be very wide
     ax.axhline(size, color='C1', ls='--', label=f'effective batch now: {_n(size)}')
     if n_step: ax.axhline(n_step*bs, color='C2', ls=':', label=f'suggested: n_step={n_step}')
     ax.set(xlabel='windows', ylabel='samples', xscale='log', yscale='log'); ax.legend()

@@ -460,7 +460,7 @@ def test_suggestion(capsys):
         return res,capsys.readouterr().out
     for cbs,now in ([],8), ([AccumulateStep(5)],40), ([AccumulateStep(n_samples=100)],100), ([MicroBatch(2)],8), ([MicroBatch(2, weight=lambda p,y: len(y))],8):
         res,said = find(*cbs)
-        assert res.n_step==round(res.scale/8) and f'The effective batch is {now} now; n_step={res.n_step} makes it {8*res.n_step}' in said, said
+        assert res.n_step==round(res.scale/8) and f'The effective batch is {now} now. With n_step={res.n_step} it would be {8*res.n_step}' in said, said
     with accumulation(6): assert 'effective batch is 48 now' in find()[1]
     assert 'from 20 windows of 64 samples' in find()[1]
 
@@ -471,7 +471,7 @@ def test_not_measurable(capsys):
     with torch.no_grad():
         for p in model[2].parameters(): p.zero_()   # equal predictions, and targets that tell nothing
     res = learn.noise_scale(num_it=6, n_step=2, show_plot=False)
-    if math.isnan(res.scale): assert 'not measurable here, take more windows (num_it)' in capsys.readouterr().out and res.n_step is None
+    if math.isnan(res.scale): assert 'Take more windows (num_it)' in capsys.readouterr().out and res.n_step is None
     assert math.isnan(res.scale) and math.isnan(res.low) and math.isnan(res.high) and res.noise>0
 
 def test_plots():
