@@ -62,10 +62,10 @@ class AccumulateStep(WindowCallback):
     def __init__(self,
         n_step:int|Callable|None=None, # Micro-batches in a window: a number, or a schedule `pct -> int`
         *,
-        n_samples:int|Callable|None=None, # Or: samples that fill a window, a number or a schedule `pct -> int`
-        average:bool|None=None, # `True` averages over the window, `False` sums; `None` follows the loss
-        drop_last:bool|None=None, # `True` drops the tail, `False` steps on it; `None` follows the loader
-        weight:Callable|None=None, # `(pred, *yb) -> float`: what your loss divides its sum by
+        n_samples:int|Callable|None=None, # Or the samples in a window: a number, or a schedule `pct -> int`
+        average:bool|None=None, # Average over the window (`True`) or sum (`False`); `None` sums if the loss does
+        drop_last:bool|None=None, # Drop the tail (`True`) or step on it (`False`); `None` does as the loader
+        weight:Callable|None=None, # `(pred, *yb) -> float`: the number by which your loss divides its sum
         **kwargs
     ):
         refuse_unknown(AccumulateStep, kwargs)
