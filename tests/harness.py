@@ -15,6 +15,7 @@ TOL = 1e-12
 needs_exact = pytest.mark.skipif(not hasattr(torch, 'get_autocast_dtype'), reason='MicroBatch(exact=True) needs PyTorch 2.4 or later, as its error says')
 has_dtype   = hasattr(Tensor, 'register_post_accumulate_grad_hook')   # what `GradAccumDtype` needs, which came with PyTorch 2.1
 needs_dtype = pytest.mark.skipif(not has_dtype, reason='GradAccumDtype needs PyTorch 2.1 or later, as its error says')
+needs_scaler = pytest.mark.skipif(not hasattr(torch.amp, 'GradScaler'), reason='uses a loss scaler on the CPU, which came with PyTorch 2.3')
 
 class AvgSmoothLoss64(AvgSmoothLoss):
     "`AvgSmoothLoss` starts from a float32 zero, which float64 losses cannot be mixed with"
@@ -48,7 +49,7 @@ class OnCpu(MixedPrecision):
         super().__init__(**kwargs)
         self.dtype = dtype
     def before_fit(self):
-        if not hasattr(torch.amp, 'GradScaler'): pytest.skip('mixed precision is tested with a loss scaler on the CPU, which came with PyTorch 2.3')
+        if needs_scaler.args[0]: pytest.skip(needs_scaler.kwargs['reason'])
         self.kwargs['enabled'] = self.dtype is not torch.bfloat16
         self.autocast = torch.amp.autocast('cpu', dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None)
         self.learn.scaler,self.scales = torch.amp.GradScaler('cpu', **self.kwargs),L()

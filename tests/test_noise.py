@@ -531,6 +531,7 @@ def several(rank, world, folder):
     torch.save((df.values, list(found), found.n_step, not any(p._backward_hooks for p in ddp.parameters())), f'{folder}/out{rank}')
     dist.barrier(); dist.destroy_process_group()
 
+@needs_scaler
 def test_two_processes(tmp_path):
     "Both record the sums over the micro-batches of both"
     code = f'import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import torch; torch.set_num_threads(1); from test_noise import several; several(int(sys.argv[1]), 2, {str(tmp_path)!r})'
