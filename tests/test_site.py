@@ -114,10 +114,13 @@ def white_boxes(page):
         im = Image.open(BytesIO(o.screenshot())).convert('L')
         w,h = im.size
         sides = [im.crop(c) for c in [(0,0,w,3), (0,h-3,w,h), (0,0,3,h), (w-3,0,w,h)]]
-        if any(grey(s)>128 for s in [im,*sides]): res.append(o.evaluate('o => o.alt || o.outerHTML.slice(0, 80)'))
+        if grey(im)>170 or any(grey(s)>128 for s in sides):   # most of it is light, or an edge
+            res.append(o.evaluate('o => o.alt || o.outerHTML.slice(0, 80)'))
     return res
 
-def grey(im): return sum(i*n for i,n in enumerate(im.histogram()))/(im.width*im.height)
+def grey(im):
+    "The mean lightness of a picture, from 0 to 255"
+    return sum(i*n for i,n in enumerate(im.histogram()))/(im.width*im.height)
 
 def drawn(colour):
     "A picture of one colour"
@@ -151,6 +154,7 @@ CHECKS = [   # what to look for, a page that has it, and one that does not
     (wide_tables, f'<table><td style="width:50px">{sentence}</table>', f'<table><td>{sentence}</table>'),
     (white_boxes, picture('white'), picture('white', 'filter:invert(.9)')),
     (white_boxes, picture('black', 'padding:20px; background:white'), picture('black', 'padding:20px')),
+    (white_boxes, picture('white', 'padding:5px; background:black'), picture('grey', 'padding:5px; background:black')),
     (white_boxes, drawn('white'), drawn('black')),
     (white_boxes, f'<table style="background:#eee"><td>{sentence}</table>', f'<table><td>{sentence}</table>')]
 
