@@ -271,7 +271,7 @@ def _replace(self:WindowCallback):
 # %% ../nbs/core.ipynb #e33d0f24
 @patch
 def _events(self:WindowCallback, f, event_type, ex, final=noop):
-    "What `learn._with_events` does during a fit"
+    "Takes the place of `learn._with_events` during a fit"
     if self._in_micro:
         if event_type=='batch':    return self._micro_batch(f, ex)
         if event_type=='backward': return self._backward(f, ex)
