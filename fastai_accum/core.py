@@ -492,7 +492,7 @@ def _read_loss(self:WindowCallback):
     if self.average is None and self._averages and not self._is_mean:
         self._warn_once('sum', "the loss has reduction='sum', but its gradients are averaged as with reduction='mean'. "
                                "Set reduction='mean' to avoid this warning, or average=False to keep the sum")
-    base = base_loss(f)   # the loss of no targets is NaN; the gradients of cross-entropy are then 0, all others NaN
+    base = base_loss(f)   # without targets: 0 as the gradient of cross-entropy, NaN as that of other losses
     has_zeros = isinstance(base, (nn.CrossEntropyLoss,nn.NLLLoss)) and base.weight is None
     self._can_be_nan = self.weight is not None or not has_zeros
 

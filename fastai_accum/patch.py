@@ -41,7 +41,8 @@ def turn_off_accumulation():
     on = getattr(defaults, 'accumulation', None)
     if not on: return
     del defaults.accumulation
-    if Learner.fit is on.fit: Learner.fit = on.fit.__wrapped__   # if others wrapped it again, ours does nothing
+    # otherwise others have wrapped it again; then ours stays, and does nothing without settings
+    if Learner.fit is on.fit: Learner.fit = on.fit.__wrapped__
 
 # %% ../nbs/patch.ipynb #540a936a
 @contextmanager

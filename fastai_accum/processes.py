@@ -102,7 +102,7 @@ def same_loader(self:Processes, drop, n_batches, n, bs):
 
 @patch
 def add_up(self:Processes, plan, win, goal, n=0, is_last=True):
-    "Whether `win` ends: with `n` more samples all processes fill it, or none has more batches"
+    "Whether `win` ends: all processes fill it, with `n` more samples of this one, or none has more batches"
     if not win.ran: self.prepare()
     win.ran = True
     total,plan.share,plan.n_running = self.sum(win.n_samples+n, plan.seen/self.n, not is_last)
