@@ -96,6 +96,13 @@ def test_readme_on_pypi():
     files = [m[1] for o in links if (m := re.search(r'fastai_accum/(?:raw|blob)/main/(.*)', o))]
     assert files and all((root/o).is_file() for o in files), files
 
+@pytest.mark.parametrize('name', ['README.md','CHANGELOG.md','.github/ISSUE_TEMPLATE/bug.yml','.github/ISSUE_TEMPLATE/config.yml'])
+def test_pages_exist(name):
+    "Links to the site that are not on the site, where its own test would see them"
+    pages = re.findall(r'fastai-accum\.github\.io/fastai_accum/([\w/]+)\.html', (root/name).read_text())
+    missing = [o for o in pages if not (root/f'nbs/{o}.ipynb').is_file()]
+    assert pages and not missing, missing
+
 def test_stated_once():
     tomllib = pytest.importorskip('tomllib', reason='reads pyproject.toml, and tomllib comes with Python 3.11')
     proj = tomllib.loads((root/'pyproject.toml').read_text())['project']
