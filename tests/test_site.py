@@ -189,6 +189,7 @@ def test_page(path, page, root):
     assert not [src[:80] for src,alt,width in images if local(src, root) and not width], 'an image that does not load'
     links = page.evaluate("[...document.links].map(o => o.href)")
     assert not [href for href in links if local(href, root) and not leads_somewhere(href, root)]
+    assert not page.query_selector('.cell-output-stderr'), 'a warning that a cell has left'
     page.evaluate("document.querySelectorAll('details').forEach(o => o.open = true)")
     assert page.query_selector('#quarto-sidebar .sidebar-link'), 'no list of the pages'
     assert {f.__name__:found for f in (unrendered,cut,clipped,wide_tables) if (found := f(page))}=={}
