@@ -68,7 +68,7 @@ def _as_module(f, **kwargs):
 
 # %% ../nbs/loss.ipynb #b2b9418c
 def base_loss(
-    loss_func # A loss: a module, a function, or a wrapper of one
+    loss_func # A module, a function, or a wrapper: fastai's `BaseLoss`, a `partial`, the method of `MixUp`
 ): # The loss inside; for a function of `torch.nn.functional`, its module
     "The loss under all wrappers of `loss_func`"
     f,kw = (loss_func.func,loss_func.keywords) if isinstance(loss_func, partial) else (loss_func,{})

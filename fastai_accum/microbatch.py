@@ -28,12 +28,12 @@ class MicroBatch(WindowCallback):
     _rehearsed = None   # with `exact`: what the rehearsals of this fit have found
     _stateattrs = WindowCallback._stateattrs+('_rehearsed',)
     def __init__(self,
-        bs:int|str='auto', # Samples in a slice; `'auto'` finds the size
-        coupled:bool=False, # Show the loss and callbacks the whole batch
+        bs:int|str='auto', # Samples in a slice; `'auto'` starts with the whole batch, and halves if memory runs out
+        coupled:bool=False, # Show the loss and callbacks the whole batch; only the model runs slice by slice, twice
         exact:bool=False, # Show batch norm and dropout the whole batch too
         valid:bool=True, # Cut batches in validation and prediction too
-        split:Callable|None=None, # `(batch, bs) -> slices`, your own way to cut
-        weight:Callable|None=None, # `(pred, *yb) -> float`, what your loss divides by
+        split:Callable|None=None, # `(batch, bs) -> slices`, if the samples are not along the first dimension
+        weight:Callable|None=None, # `(pred, *yb) -> float`, what the mean of your loss divides by, if that is not known
         **kwargs
     ):
         refuse_unknown(MicroBatch, kwargs)

@@ -20,7 +20,7 @@ from .slices import join,leaves,tree_map
 @contextmanager
 def whole_batch(
     learn, # `Learner` whose model runs slice by slice inside
-    cut:Callable, # `(xb, yb, bs=None) -> slices, sizes`; sizes may be `None`
+    cut:Callable, # `(xb, yb, bs=None) -> slices, sizes`; if `sizes` is `None`, predictions are counted
     rehearsed:dict|None=None # For `exact=True`: what rehearsals have found so far
 ):
     "Let the model of `learn` run slice by slice on its batch, while everything else sees the whole batch"
