@@ -88,7 +88,7 @@ def processed():
     refresh_quarto_yml(); _build_modidx()
     cache = Path(proc_nbs(cfg.nbs_path, force=True))
     # what only Quarto reads: `format-links` asks for the copies in Markdown that `llms-txt` makes,
-    # `html-math-method` for MathML, `output-file` repeats the notebook's name
+    # `html-math-method` for what `formulas` does below, `output-file` repeats the notebook's name
     y,q = cache/'nbdev.yml',cache/'_quarto.yml'
     y.write_text(re.sub(r'\nformat-links:.*', '\n', y.read_text(), flags=re.S))
     q.write_text(re.sub(r'\n *html-math-method:.*', '', q.read_text()))
@@ -106,8 +106,16 @@ def site():
         smalldocs('render', '--strict', '--quiet', cache)
         shutil.rmtree(cfg.doc_path, ignore_errors=True)
         shutil.move(cache/cfg.doc_path.name, cfg.doc_path)
-    for p in cfg.doc_path.rglob('*.html'): p.write_text(stay_on_site(stacked(p.read_text()), p))
+    for p in cfg.doc_path.rglob('*.html'): p.write_text(stay_on_site(stacked(formulas(p.read_text())), p))
     print(f'{len(list(cfg.doc_path.rglob("*.html")))} pages in {cfg.doc_path.name}/')
+
+def formulas(text):
+    "Write the formulas that smalldocs leaves in LaTeX as MathML, which browsers show without a script from elsewhere"
+    from latex2mathml.converter import convert
+    kinds = dict(display='block', inline='inline')
+    def mathml(m): return m[1]+convert(html.unescape(m[3]), display=kinds[m[2]])+m[4]
+    text = re.sub(r'(<span class="math (inline|display)">)\\[(\[](.*?)\\[)\]](</span>)', mathml, text, flags=re.S)
+    return re.sub(r'<(link|script)\b[^>]*/katex@[^>]*>(</script>)?\s*', '', text)
 
 def stacked(text, width=50):
     "Name the column in each cell of a table with more text than fits on a phone: there `styles.css` stacks its cells"
