@@ -165,7 +165,7 @@ def sum_kept(acc):
     return gradient(run(once, 64, 8, acc(32, average=False), loss=total), run(once, 64, 32, loss=total))
 
 GRAD  = 'How far is the gradient of a step from that of the large batch?'
-NEXT  = 'What does a fit leave behind? How far is the first gradient of the next one from that of the large batch?'
+NEXT  = 'What does a fit leave behind? How far is the first gradient of the next fit from that of the large batch?'
 OTHER = 'What happens to samples, steps and logs?'
 cases = [
     ('Batches of 8, windows of 32 samples',                             GRAD,  plain(8, 32)),
@@ -187,9 +187,9 @@ cases = [
     ('`DiceLoss`, which sums by default',                               GRAD,  uneven('kept_sum')),
     ('The next `fit`, after an epoch with a smaller last window',       NEXT,  after(once)),
     ('The same with `reset_opt=True`',                                  NEXT,  after(anew)),
-    ('`lr_find` after such a fit',                                      NEXT,  after(search)),
+    ('`lr_find`, after an epoch with a smaller last window',             NEXT,  after(search)),
     ('A fit after the callback was removed',                            NEXT,  after(remove, bs=8)),
-    ('How far does such a fit move weights that are frozen after it?',  OTHER, frozen),
+    ('A fit ends with a smaller window, and you freeze weights: how far does the next fit move them?', OTHER, frozen),
     ('80 samples, windows of 64: how many samples reach no step?',      OTHER, lost(80, 64)),
     ('48 samples, windows of 64: how many samples reach no step?',      OTHER, lost(48, 64)),
     ('64 samples, windows of 32: how many samples reach no step?',      OTHER, lost(64, 32)),
@@ -197,7 +197,7 @@ cases = [
     ('How many steps does `lr_find(num_it=100)` make?',                 OTHER, lr_find),
     ('All targets of a micro-batch are ignored: how far is the logged loss off?', OTHER, ignored),
     ('The loss ends in `sqrt`: what does the fit do?',                  OTHER, ends_in_sqrt),
-    ('A fit was cancelled in a window: how many losses does the next one record?', OTHER, cancelled),
+    ('A fit is cancelled in the middle of a window: how many losses does the next fit record?', OTHER, cancelled),
 ]
 
 def ours(n, **kwargs): return AccumulateStep(n_samples=n, **kwargs)
