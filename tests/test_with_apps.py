@@ -300,7 +300,7 @@ def text_classifier(bs, pad=pad_even):
 
 @app('text classification',
      note='AWD-LSTM with layer norm instead of batch norm in its head. Batches are sorted by length and padded to a multiple of `seq_len`. '
-     'With the padding of fastai, the prediction for a text depends on the other texts of its batch. If it shuffles, `SortedDL` makes other batches for another batch size.')
+     'With the padding of fastai, the prediction for a text depends on the other texts of its batch. When `SortedDL` shuffles, another batch size gives other batches.')
 def test_text_classification(works): works(*both(text_classifier))
 
 def test_padding_of_fastai():

@@ -132,7 +132,7 @@ class Counts(Callback):
     def before_batch(self): self.n += 1
     def after_batch(self): self.n -= 1
 @not_same('a callback that takes something in `before_batch` and gives it back in `after_batch`', 'share of the times that it is not given back',
-          note='It takes it once per micro-batch. Set `each_micro_batch = True` in the class. Hyper-parameters are set back for you.')
+          note='`before_batch` comes once per micro-batch, but `after_batch` only once per window. Set `each_micro_batch = True` in the class. Hyper-parameters are set back for you.')
 def test_pairs(works):
     def left(cls): learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(4), cls()]); learn.fit(1); return learn.cbs[-1].n
     works.error(left(Counts)/12)

@@ -62,7 +62,7 @@ def test_batch_norm(works):
     a,b = pair(model=model)
     works.differs(weights(a), weights(b), 1e-3)
 
-@not_same('dropout', 'weights', note='The masks are others, with the same distribution. `MicroBatch(bs, exact=True)` is exact.')
+@not_same('dropout', 'weights', note='It draws other masks, with the same distribution. `MicroBatch(bs, exact=True)` is exact.')
 def test_dropout(works):
     def model(): torch.manual_seed(0); return nn.Sequential(nn.Dropout(.1), nn.Linear(6,5), nn.Dropout(.3), nn.Tanh(), nn.Linear(5,3)).double()
     a,b = pair(model=model)
@@ -71,7 +71,7 @@ def test_dropout(works):
 def rmse(pred, y): return F.mse_loss(pred[:,0], y.double()).sqrt()
 
 @not_same('a loss that compares samples, here RMSE', 'weights',
-          note='The sum over micro-batches is another function. `MicroBatch(bs, coupled=True)` is exact.')
+          note='The mean of the RMSEs of the micro-batches is not the RMSE of the batch. `MicroBatch(bs, coupled=True)` is exact.')
 def test_rmse(works):
     a,b = pair(loss_func=rmse)
     works.differs(weights(a), weights(b), 1e-3)
