@@ -152,7 +152,7 @@ def by_image(k, x): return (x*255).round().sum((1,2,3)).remainder(k)
 
 @app('batch transforms',
      note='`Flip` and `Rotate`, which depend only on the image here. Usually they are drawn at random for each micro-batch: '
-     'the draws are others, with the same distribution.')
+     'you get other draws, with the same distribution.')
 def test_batch_transforms(works):
     tfms = [Flip(p=1., draw=lambda x: by_image(2, x)), Rotate(p=1., draw=lambda x: by_image(41, x)-20)]
     def make(bs):
@@ -170,8 +170,8 @@ class WithDropout(nn.Module):
     def forward(self, x, i): return self.last(self.drop(torch.tanh(self.first(x)), i))
 
 @app('dropout',
-     note='The masks depend only on the sample here. Usually they are drawn at random for each micro-batch: the masks are '
-     'others, with the same distribution.')
+     note='The masks depend only on the sample here. Usually they are drawn at random for each micro-batch: you get other '
+     'masks, with the same distribution.')
 def test_dropout(works):
     x,y = features(N+VALID).float(),classes(N+VALID)
     def make(bs):
