@@ -1,4 +1,4 @@
-"""Gradient accumulation for fastai that trains exactly as the batch that did not fit
+"""Gradient accumulation for fastai: train exactly as with the batch that did not fit
 
 Docs: https://fastai-accum.github.io/fastai_accum/index.html.md"""
 
