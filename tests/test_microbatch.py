@@ -852,7 +852,9 @@ def test_an_error_in_the_loader_leaves_nothing(where):
     learn.fit(1)
 
 @modes
-@pytest.mark.parametrize('how', [torch.jit.script,lambda m: torch.jit.trace(m, features(4)),lambda m: torch.compile(m, backend='eager'),nn.DataParallel], ids=['script','trace','compile','parallel'])
+@pytest.mark.parametrize('how', [torch.jit.script, lambda m: torch.jit.trace(m, features(4)), nn.DataParallel,
+    pytest.param(lambda m: torch.compile(m, backend='eager'), marks=pytest.mark.skipif(not hasattr(torch, 'compile'), reason='compiles a model, and torch.compile came with PyTorch 2.0'))],
+    ids=['script','trace','parallel','compile'])
 @pytest.mark.filterwarnings('ignore:.*torch.jit.*')
 def test_models_in_wrappers(coupled, how):
     assert_same(train(MicroBatch(5, coupled), model=lambda: how(small_model()), **one_group), train(**one_group))
