@@ -63,8 +63,8 @@ class AccumulateStep(WindowCallback):
         n_step:int|Callable|None=None, # Micro-batches in a window: a number, or a schedule `pct -> int`
         *,
         n_samples:int|Callable|None=None, # Or the samples in a window: a number, or a schedule `pct -> int`
-        average:bool|None=None, # Average over the window (`True`) or sum (`False`); `None` sums if the loss does
-        drop_last:bool|None=None, # Drop the tail (`True`) or step on it (`False`); `None` does as the loader
+        average:bool|None=None, # `True` averages over the window, `False` sums; `None` sums if the loss does by default
+        drop_last:bool|None=None, # Drop the tail (`True`) or step on it (`False`); `None` does what the loader does
         weight:Callable|None=None, # `(pred, *yb) -> float`: the number by which your loss divides its sum
         **kwargs
     ):
@@ -87,7 +87,7 @@ def accumulate(self:Learner,
     n_step:int|Callable|None=None, # Micro-batches in a window: a number, or a schedule `pct -> int`
     **kwargs
 )->Learner:
-    "Add an `AccumulateStep` to the learner; it replaces an earlier one"
+    "Add an `AccumulateStep` to the learner, in place of an earlier one"
     cb = AccumulateStep(n_step, **kwargs)
     return self.remove_cbs(self.cbs.filter(lambda o: is_a(o, 'AccumulateStep'))).add_cb(cb)
 
@@ -136,7 +136,7 @@ class Micro:
     scaled:bool=False   # Whether its weight has been computed
     counted:bool=False  # Whether its gradient is part of the window
     is_over:bool=False  # Whether its `after_batch` has run, for callbacks that need each micro-batch
-    weight:Real=0       # What the mean of its loss divides by
+    weight:Real=0       # The number that the mean of its loss divides by
     by:Real=1           # The factor by which its gradient is multiplied
 
 @dataclass
@@ -155,7 +155,7 @@ class Window:
     n_all:int=0         # Samples of all processes together
     boundary:bool=False # Whether the current micro-batch closes it
     full:bool=False     # Whether it holds as many batches or samples as it should
-    reached:bool=False  # Whether a micro-batch has reached the place of the step
+    reached:bool=False  # Whether a micro-batch has come to where the optimizer would step
     averaged:bool=False # Whether the gradients are averaged over the processes
     closed:bool=False   # Whether its gradients are finished
     stepped:bool=False  # Whether the optimizer has stepped
@@ -187,7 +187,7 @@ def before_fit(self:WindowCallback):
     self._fit = None
     check_cbs(self); self._check()
     self.history = []
-    learn.cbs = L(self) + learn.cbs.filter(lambda o: o is not self)   # before others of the same `order` too
+    learn.cbs = L(self) + learn.cbs.filter(lambda o: o is not self)   # run before others of the same `order`
     if not self._in_charge: return
     check_opt(self); check_model(self); self._read_loss()
     group = processes(learn.model, self.who)
@@ -202,14 +202,14 @@ def before_fit(self:WindowCallback):
     learn.accumulate_step = self
     finder = first_of(learn, 'LRFinder')
     if finder is None: return
-    learn.n_epoch = finder.num_it//(self.plan.n_windows or 1) + 1   # so that it makes `num_it` steps
+    learn.n_epoch = finder.num_it//(self.plan.n_windows or 1) + 1   # so that `LRFinder` makes `num_it` steps
     if n_procs>1: self._kept = InMemory(learn)
 
 @patch
 def _check(self:WindowCallback): "Further checks of a subclass"
 
 @patch
-def before_epoch(self:WindowCallback): self._replace()   # it is gone if another callback validated in its `before_fit`
+def before_epoch(self:WindowCallback): self._replace()   # again, if another callback validated in its `before_fit`
 
 @patch
 def before_batch(self:WindowCallback):
@@ -492,7 +492,7 @@ def _read_loss(self:WindowCallback):
     if self.average is None and self._averages and not self._is_mean:
         self._warn_once('sum', "the loss has reduction='sum', but its gradients are averaged as with reduction='mean'. "
                                "Set reduction='mean' to avoid this warning, or average=False to keep the sum")
-    base = base_loss(f)   # without targets: 0 as the gradient of cross-entropy, NaN as that of other losses
+    base = base_loss(f)   # without targets, the gradient of cross-entropy is 0, and that of other losses NaN
     has_zeros = isinstance(base, (nn.CrossEntropyLoss,nn.NLLLoss)) and base.weight is None
     self._can_be_nan = self.weight is not None or not has_zeros
 
@@ -576,7 +576,7 @@ def _hook(loss, win, w, total, by):
     return loss.register_hook(arrive) if getattr(loss, 'requires_grad', False) else None
 
 def _gradient_is_in(win, w, total):
-    "Count the micro-batch, but only once, also if there are several backward passes"
+    "Count the micro-batch only once, even if there are several backward passes"
     m = win.micro
     if m.counted: return
     m.counted = True
@@ -637,7 +637,7 @@ def _divide(self:WindowCallback, win, W, loss):
     if not isinstance(W, Tensor) and W==0: grads.fill()
     win.factor = factor*n_procs if self._averages else n_procs   # times n_procs, since the processes average
     grads.scale(win.factor)
-    dtype = learn.loss.dtype   # with several processes the same in all; this one may have had no loss yet
+    dtype = learn.loss.dtype   # several processes need the same one, and this process may have had no loss yet
     if n_procs>1: dtype = torch.promote_types(next(learn.model.parameters()).dtype, torch.float32)
     learn.loss = torch.as_tensor(loss, dtype=dtype, device=learn.loss.device)
 
@@ -706,7 +706,7 @@ def _wants_each(cb):
 
 @patch
 def _after_micro_batch(self:WindowCallback, win):
-    "Run `after_batch` for callbacks that need each micro-batch; the last one gets that of the window"
+    "Run `after_batch` for callbacks that need each micro-batch, but not after the last one: the window does that"
     win.micro.is_over = True
     for cb in self.learn.cbs.sorted('order'):
         if _wants_each(cb): cb('after_batch')
