@@ -49,7 +49,7 @@ def check_cbs(cb):
     n,own = cbs.map(is_a, name=who).count(True),sum(o is cb for o in cbs)
     if own>1: raise ValueError(f"{who}: the same instance is registered {own} times; pass it once")
     if n>1:
-        raise ValueError(f"{who}: the learner and this fit have {n} of them in cbs; keep one "
+        raise ValueError(f"{who}: the learner and this fit have this callback {n} times in cbs; keep one "
                          "(`learn.accumulate` and `learn.micro_batch` replace an earlier one)")
     if first_of(cb.learn, 'GradientAccumulation'):
         raise ValueError(f"{who}: the learner also has fastai's GradientAccumulation; "
@@ -95,12 +95,14 @@ def check_loader(cb, group):
 said = set()   # the messages of this session
 
 def note_batch_norm(cb):
-    "Print once per session that batch norm sees the micro-batch; a frozen batch norm does not count"
+    "Print once per session that batch norm sees one micro-batch at a time, unless all batch norm is frozen"
     cut = first_of(cb.learn, 'MicroBatch')
     if 'batch norm' in said or rank_distrib() or (cut.exact if cut else cb.n_step==1): return
     if not any(isinstance(m, _BatchNorm) and m.training for m in cb.learn.model.modules()): return
     said.add('batch norm')
-    print(f"{cb.who}: the model has batch norm, which sees each micro-batch and not the large batch.\n"
-          "To get the same result as with the large batch, load the large batch and use MicroBatch(bs, exact=True).\n"
-          "Or train without the statistics of the batch, with BatchNormEval() or to_group_norm(model).\n"
+    print(f"{cb.who}: the model has batch norm, which sees one micro-batch at a time.\n"
+          "So the result is not the same as with the large batch. To get the same result,\n"
+          "load the large batch and use MicroBatch(bs, exact=True).\n"
+          "Or train without the statistics of the batch: use BatchNormEval() or\n"
+          "to_group_norm(model).\n"
           "(You see this message once per session.)")

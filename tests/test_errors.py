@@ -39,14 +39,14 @@ def test_together_with_fastais():
     trains(learn)
 
 def test_twice():
-    refused(make_learner(make_dls(64, 8), cbs=[AccumulateStep(4), AccumulateStep(2)]), 'have 2 of them')
+    refused(make_learner(make_dls(64, 8), cbs=[AccumulateStep(4), AccumulateStep(2)]), 'have this callback 2 times')
     cb = AccumulateStep(4)
     learn = make_learner(make_dls(64, 8), cbs=cb)
     refused(learn, 'same instance is registered 2 times', fit=lambda l: l.fit(1, cbs=cb))
     trains(learn)
     assert learn.accumulate_step is cb
     learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(4))
-    refused(learn, 'have 2 of them', fit=lambda l: l.fit(1, cbs=AccumulateStep(2)))
+    refused(learn, 'have this callback 2 times', fit=lambda l: l.fit(1, cbs=AccumulateStep(2)))
     trains(learn)
     assert learn.accumulate_step.n_step==4
 

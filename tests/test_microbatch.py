@@ -409,7 +409,7 @@ def test_removed():
 def test_only_one():
     learn = make_learner(make_dls(64, 32)).micro_batch(4).micro_batch(8)
     assert learn.micro_batches.bs==8 and len(learn.cbs.filter(lambda o: isinstance(o, MicroBatch)))==1
-    with pytest.raises(ValueError, match='MicroBatch: the learner and this fit have 2 of them in cbs'): learn.fit(1, cbs=MicroBatch(4))
+    with pytest.raises(ValueError, match='MicroBatch: the learner and this fit have this callback 2 times in cbs'): learn.fit(1, cbs=MicroBatch(4))
 
 # A limited memory: the model runs out of it by the size of its input
 

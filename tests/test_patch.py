@@ -125,7 +125,7 @@ def test_reload():
         turn_on_accumulation(4); importlib.reload(new); new.turn_off_accumulation()
         assert Learner.fit is old
         assert steps(learn.accumulate(4))==3   # replaces the callback of the old copy
-        with pytest.raises(ValueError, match='have 2 of them'): learn.fit(1, cbs=AccumulateStep(2))
+        with pytest.raises(ValueError, match='have this callback 2 times'): learn.fit(1, cbs=AccumulateStep(2))
     finally:
         sys.modules.update(saved)
         Learner.accumulate = accumulate
