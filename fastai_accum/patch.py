@@ -21,7 +21,7 @@ def turn_on_accumulation(
     n_step:int|Callable|None=None, # Micro-batches in a window: a number, or a schedule `pct -> int`
     **kwargs
 ):
-    "Accumulate in every fit of every `Learner` without an `AccumulateStep`; replaces an earlier setting"
+    "Accumulate in every fit of every `Learner` that has no `AccumulateStep`; an earlier setting is replaced"
     if n_step is not None: kwargs['n_step'] = n_step
     if set(kwargs)<={'average','drop_last','weight'}:
         raise ValueError("turn_on_accumulation: give n_step, which counts micro-batches, or n_samples, which counts "
@@ -41,7 +41,7 @@ def turn_off_accumulation():
     on = getattr(defaults, 'accumulation', None)
     if not on: return
     del defaults.accumulation
-    # otherwise others have wrapped it again; then ours stays, and does nothing without settings
+    # if other code has wrapped our function since, ours stays inside, and does nothing without settings
     if Learner.fit is on.fit: Learner.fit = on.fit.__wrapped__
 
 # %% ../nbs/patch.ipynb #540a936a
@@ -59,7 +59,7 @@ def accumulation(
     try: yield
     finally:
         block.is_open,on = False,getattr(defaults, 'accumulation', None)
-        if on is None or on.block is block: _restore(before)   # otherwise a block that began later is still open
+        if on is None or on.block is block: _restore(before)   # but not while a later block is open
 
 def _restore(on):
     "Go back to `on`, the setting before a block; skip settings of blocks that have ended since"
