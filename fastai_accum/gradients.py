@@ -18,7 +18,7 @@ class Gradients:
     "The gradients of `learn`: those that were there before a window, and those that the window adds"
     def __init__(self, learn):
         self.learn = learn
-        self.clean = {}     # the gradients that `zero_grad` has left, with their versions
+        self.clean = {}     # the gradients after `zero_grad`, with their versions
         self.left = False   # whether a cancelled step has left gradients
         self.params = []    # each parameter, and whether it had a gradient
         self.aside = []     # the parameters whose gradients are set aside, and these gradients
@@ -44,7 +44,7 @@ class Gradients:
         return g() is p.grad and version==p.grad._version or not (p.grad.is_sparse or p.grad.any())
 
     def scale(self, by):
-        "Multiply all gradients, without a pass over them if `by` is 1"
+        "Multiply all gradients by `by`; do nothing if it is 1"
         if not isinstance(by, Tensor) and by==1: return
         for device,gs in groupby([p.grad for p,_ in self.params if p.grad is not None], attrgetter('device')).items():
             torch._foreach_mul_(gs, by.to(device) if isinstance(by, Tensor) else by)
@@ -93,7 +93,7 @@ class Hypers:
 
     @contextmanager
     def once_more(self):
-        "Set them back for a `with` block; those that are not set in the block then get their current value again"
+        "Set them back for a `with` block; then give those that the block has not changed their current value again"
         now = Hypers(self.opt)
         self.restore()
         try: yield

@@ -16,7 +16,7 @@ from .replace import Replaced
 # %% ../nbs/processes.ipynb #b521bdea
 class Alone:
     "A single process; the others have the same methods"
-    n,waits = 1,False   # number of processes; whether one without batches can go on with the others
+    n,waits = 1,False   # number of processes; whether a process without batches can go on with the others
     def sync(self, on): "Switch the synchronisation of gradients on or off for the next micro-batch"
     def prepare(self): "Do what all processes do together in the first forward pass of a window"
     def reset(self): "Synchronise again from the next pass on"
@@ -24,7 +24,7 @@ class Alone:
     def explained(self): return nullcontext()
     def sum(self, *vs): return vs
     def max(self, *vs): return vs
-    def agree(self, plan, gathers_metrics): "Plan the same windows everywhere; return the constant that divides losses"
+    def agree(self, plan, gathers_metrics): "Plan the same windows everywhere; return the constant divisor of gradients"
     def common_size(self, bs): return bs
     def same_loader(self, drop, *o): return o
     def check_drop(self, gathers_metrics): "Raise an error if the current micro-batch cannot be left out"
@@ -67,12 +67,12 @@ def max(self:Processes, *vs):
 # %% ../nbs/processes.ipynb #1158a99c
 @patch
 def agree(self:Processes, plan, gathers_metrics):
-    "Plan the same windows in all processes; return the constant that losses are divided by"
+    "Plan the same windows in all processes; return the constant that gradients are divided by"
     sign = -1 if plan.drop_last else 1
     n_batches,n_windows = plan.n_batches,plan.n_windows or 0
     n,nominal,most,least = self.max(sign*n_windows, (plan.bs or 1)*plan.size, n_batches, -n_batches)
     if not least:
-        raise ValueError(f"{self.who}: the training loader of a process is empty; give each process micro-batches")
+        raise ValueError(f"{self.who}: the training loader of a process is empty; each process needs batches")
     if most!=-least: self._check_uneven(int(-least), int(most), gathers_metrics)
     if plan.n_windows is not None: plan.n_windows = int(sign*n)
     return nominal
@@ -102,7 +102,7 @@ def same_loader(self:Processes, drop, n_batches, n, bs):
 
 @patch
 def add_up(self:Processes, plan, win, goal, n=0, is_last=True):
-    "Whether `win` ends: all processes fill it, with `n` more samples of this one, or none has more batches"
+    "Whether `win` ends: it is full with `n` more samples of this process, or no process has more batches"
     if not win.ran: self.prepare()
     win.ran = True
     total,plan.share,plan.n_running = self.sum(win.n_samples+n, plan.seen/self.n, not is_last)
@@ -110,7 +110,7 @@ def add_up(self:Processes, plan, win, goal, n=0, is_last=True):
 
 @patch
 def go_along(self:Processes, plan, win, goal):
-    "Whether the other processes fill the window, though this one has no more samples"
+    "Whether the other processes fill the window, when this one has no more samples"
     while plan.n_running:
         if self.add_up(plan, win, goal): return True
     return False

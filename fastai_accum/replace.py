@@ -22,7 +22,7 @@ class Replaced:
     def __reduce__(self): return (getattr,(self.o,self.name)) if self.was is None else (copy,(self.was,))
 
     def restore(self):
-        "Put the original back; if the method was replaced once more since, call the original from now on"
+        "Put the original back; if the method has been replaced again since, only call the original from now on"
         self.f,was = self.old,self.was
         if vars(self.o).get(self.name) is not self: return
         while isinstance(was, Replaced) and was.f is was.old: was = was.was   # that one was restored before this one
@@ -41,11 +41,11 @@ class DuringTraining(Callback):
         "Replace `learn._with_events`, so that we see the training loop begin"
         if self._ours is None: self._ours = Replaced(self.learn, '_with_events', self._events)
 
-    def before_epoch(self): DuringTraining.before_fit(self)   # it is gone if a callback validated in its `before_fit`
+    def before_epoch(self): DuringTraining.before_fit(self)   # again, if a callback validated in its `before_fit`
 
     def after_fit(self):
         "Put everything back"
-        if not self._depth: self._end()   # otherwise a callback validates in the middle of a fit
+        if not self._depth: self._end()   # but not if a callback validates in the middle of a fit
 
     def _end(self):
         if self._ours is not None: self._ours.restore()

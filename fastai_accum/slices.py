@@ -40,7 +40,7 @@ def tree_map(f, o, *others):
     "Apply `f` to the tensors and arrays in `o`, with those at the same place in `others`; keep the rest of `o`"
     if isinstance(o, (Tensor,np.ndarray)): return f(o, *others)
     if isinstance(o, Mapping):
-        res = copy(o)   # a dictionary of transformers has other attributes, too
+        res = copy(o)   # dictionaries of the library transformers have other attributes, too
         for k in o: res[k] = tree_map(f, o[k], *(p[k] for p in others))
         return res
     if isinstance(o, (list,tuple,L)): return _like(o, [tree_map(f, *vs) for vs in zip(o, *others)])
@@ -60,7 +60,7 @@ def slices(
         if isinstance(o, (list,tuple,L)) and len(o)==n and not leaves(o): return o[i:i+bs]   # such as texts
         if isinstance(o, (list,tuple,L)): return _like(o, [cut(v, i) for v in o])
         if not isinstance(o, Mapping): return o
-        res = copy(o)   # a dictionary of transformers has other attributes, too
+        res = copy(o)   # dictionaries of the library transformers have other attributes, too
         for k in o: res[k] = cut(o[k], i)
         return res
     return [_like(b, [cut(o, i) for o in b]) for i in range(0, n, bs)]
@@ -94,5 +94,5 @@ def join(
     preds:list, # Predictions for each slice
     sizes:list # Samples in each slice
 ):
-    "Join the predictions for the slices to those for the whole batch"
+    "Join the predictions for the slices, to get the predictions for the whole batch"
     return _join('pred', sizes, preds)

@@ -68,7 +68,7 @@ class Plan:
     n_drawn:int = 0      # Samples drawn so far
     batches_drawn:int=0  # Batches drawn so far
     ended:bool=False     # Whether the current batch is the last one of the loader, if known
-    is_odd:bool=False    # Whether the current batch has another size than `bs`
+    is_odd:bool=False    # Whether the size of the current batch is not `bs`
     share:float|None=None # The share of the epoch that all processes have drawn, if they add up samples
     n_running:int=1      # Processes that have more batches, if they add up samples
 
@@ -128,9 +128,9 @@ def _ends(n_batches, n, bs, n_step, goal, drop):
 def plan_epoch(
     dl, # Training `DataLoader`, fastai's or PyTorch's
     n_step:int|Callable=1, # Batches in a window: a number, or a function of the share of the epoch that is over
-    goal:int|Callable|None=None, # Samples in a window, instead of `n_step`; the same types
+    goal:int|Callable|None=None, # Samples in a window, instead of `n_step`: a number or a function, too
     drop_last:bool|None=None, # Drop the tail; `None` does what `dl` does with its own last batch
-    agree:Callable=lambda drop, *o: o # Makes `n_batches`, `n_samples` and `bs` the same in all processes
+    agree:Callable=lambda drop, *o: o # Makes all processes plan with the same `n_batches`, `n_samples` and `bs`
 )->Plan:
     "Plan the windows of an epoch of `dl`"
     drop,v = drops_last(dl) if drop_last is None else drop_last,n_step if goal is None else goal
