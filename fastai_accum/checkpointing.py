@@ -68,7 +68,7 @@ class Recompute:
         (flat,spec),first = tree_flatten((args,kwargs)),[(args,kwargs)]
         def run(*flat):
             if first: return self._first(*first.pop())
-            args,kwargs = tree_unflatten(list(flat), spec)   # lists as they were: a DenseNet appends to them later
+            args,kwargs = tree_unflatten(list(flat), spec)   # its lists as they were: a DenseNet appends to them later
             with replay(self.ms, self.hidden, was, buffers, hidden, modes): return self.forward(*args, **kwargs)
         return checkpoint(run, *flat, use_reentrant=False, preserve_rng_state=False)
 
@@ -94,7 +94,7 @@ def during(self:GradientCheckpointing):
         yield
 
 class Chain:
-    "`forward` of a `nn.Sequential`, in which `blocks` are some runs of its children"
+    "`forward` of a `nn.Sequential`, in which `blocks` are groups of neighbouring children"
     def __init__(self, blocks, devices):
         self.m = blocks[0].m
         def again(b): return Recompute(str(b), partial(self._run, b.part), b.ms, devices)
@@ -138,7 +138,7 @@ def _holds_blocks(m):
     for o in m.modules():
         n = sum(not _is_layer(c) for c in o.children())
         if isinstance(o, (nn.ModuleList,nn.ModuleDict)) and n>0: return True
-        if _is_chain(o) and n>1: return True   # only one may be the attention in a block
+        if _is_chain(o) and n>1: return True   # a single one may be the attention of a block
     return False
 
 # %% ../nbs/checkpointing.ipynb #a5749886
@@ -153,7 +153,7 @@ def _find(m, name):
 def _join(name, k): return f'{name}.{k}' if name else k
 
 def _in_chain(m, name):
-    "The blocks of a `nn.Sequential`: runs of layers up to a pooling layer, and the blocks of its other children"
+    "The blocks of a `nn.Sequential`: neighbouring layers up to a pooling layer, and the blocks of its other children"
     start = 0
     for i,(k,c) in enumerate(m.named_children()):
         pools = any(isinstance(o, _pools) for o in c.modules())
@@ -213,4 +213,4 @@ def _check(self:GradientCheckpointing, model):
         kind = 'scripted' if isinstance(m, torch.jit.ScriptModule) else 'compiled' if is_compiled else None
         if kind:
             raise ValueError(f"GradientCheckpointing: {k or 'the model'} is {kind}, so its blocks cannot be "
-                             "replaced; train the model from before that")
+                             f"replaced; train the model that is not {kind}")

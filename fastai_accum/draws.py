@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten,tree_unflatten
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # %% ../nbs/draws.ipynb #4692306b
-class Differs(RuntimeError): "The model does something else than it did before"
+class Differs(RuntimeError): "The model no longer does what it did before"
 
 @dataclass
 class Draw:
@@ -92,8 +92,8 @@ def _batch_dim(x, y, n, m):
 def batch_dims(
     a:list, # The draws of `n` samples
     b:list, # The draws of `m` samples
-    n:int,
-    m:int
+    n:int, # The samples in the first run
+    m:int # The samples in the second run
 )->list: # Each draw of `b`, with the place of the samples in each of its sizes
     "Find where the draws have the samples"
     if [o.func for o in a]!=[o.func for o in b]:

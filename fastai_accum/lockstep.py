@@ -120,12 +120,12 @@ class Meeting:
         x = _wide(x)
         n = x.numel()//x.shape[1]
         mean = x.sum(_dims(x))/max(n, 1)   # a mask may leave a slice empty
-        d = x-_by_channel(mean, x)   # `var_mean` takes five times as long on a CPU
+        d = x-_by_channel(mean, x)   # `var_mean` is slower on a CPU
         self.n.append(n); self.mean.append(mean); self.sq.append((d*d).sum(_dims(x)))
         self.size = (self.size[0]+len(x),*x.shape[1:]) if self.size else tuple(x.shape)
 
     def is_at(self, o):
-        "Whether a slice that came to a norm with the arguments `o` has come to this meeting"
+        "Whether a slice that came to a norm with the arguments `o` is at this meeting"
         pairs = [(getattr(self.args, k), getattr(o, k)) for k in ('weight','bias','running_mean','running_var')]
         def same(a, b): return a is b or _is_computed(a) and _is_computed(b) and a.shape==b.shape
         return self.args.eps==o.eps and all(same(a, b) for a,b in pairs)
@@ -257,13 +257,13 @@ def norm_names(model):
 
 def _where(o, names):
     found = first(names[id(t)] for t in (o.weight,o.running_mean,o.bias) if id(t) in names)
-    return found or 'a batch norm without parameters'
+    return f'batch norm {found!r}' if found else 'a batch norm without parameters'
 
 # %% ../nbs/lockstep.ipynb #34a2f4d1
 class Lockstep:
     "Runs `forward` on the slices `parts` of a batch; the slices pass each batch norm of `model` together"
     def __init__(self,
-        model:nn.Module,
+        model:nn.Module, # The model of the learner
         forward:Callable, # What to call with the inputs of a slice
         parts:list, # The inputs of each slice
         host, # The `Host` where activations wait

@@ -115,7 +115,7 @@ def _default_reduction(f):
 def loss_reduction(
     loss_func # A loss, with any wrappers
 )->str: # 'none', 'sum', 'mean', or another kind of mean ('batchmean')
-    "How `loss_func` makes one number of the losses of its elements"
+    "How `loss_func` turns the losses of the elements into one number"
     if isinstance(loss_func, partial) and 'reduction' in loss_func.keywords: return loss_func.keywords['reduction']
     base = base_loss(loss_func)
     red = getattr(base, 'reduction', None) or _default_reduction(base) or 'mean'
@@ -124,7 +124,7 @@ def loss_reduction(
 _losses = *_modules.values(),FocalLoss,LabelSmoothingCrossEntropy,DiceLoss
 
 def _reduces_itself(f):
-    "Whether `f` is a subclass of a known loss with its own `forward`, about which `reduction` says nothing"
+    "Whether `f` is a subclass of a known loss and has its own `forward`, so that `reduction` may say nothing about it"
     cls = first(type(f).__mro__, _losses.__contains__)
     return cls is not None and isinstance(f, nn.Module) and type(f).forward is not cls.forward
 

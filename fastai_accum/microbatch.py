@@ -28,12 +28,12 @@ class MicroBatch(WindowCallback):
     _rehearsed = None   # with `exact`: what the rehearsals of this fit have found
     _stateattrs = WindowCallback._stateattrs+('_rehearsed',)
     def __init__(self,
-        bs:int|str='auto', # Samples in a slice; `'auto'` starts with the whole batch, and halves if memory runs out
-        coupled:bool=False, # Show the loss and callbacks the whole batch; only the model runs slice by slice, twice
-        exact:bool=False, # Show batch norm and dropout the whole batch too
+        bs:int|str='auto', # Samples in a slice; `'auto'` starts with the whole batch, and halves it if memory runs out
+        coupled:bool=False, # Show the loss and callbacks the whole batch; the model runs on each slice twice
+        exact:bool=False, # Show the whole batch to batch norm and dropout too
         valid:bool=True, # Cut batches in validation and prediction too
         split:Callable|None=None, # `(batch, bs) -> slices`, if the samples are not along the first dimension
-        weight:Callable|None=None, # `(pred, *yb) -> float`, what the mean of your loss divides by, if that is not known
+        weight:Callable|None=None, # `(pred, *yb) -> float`, what your loss divides by, if `loss_weight` has no rule
         **kwargs
     ):
         refuse_unknown(MicroBatch, kwargs)
@@ -117,7 +117,7 @@ def _say(self:MicroBatch):
     "Print once how the slices run with `exact=True`"
     if self._has_said or not self._rehearsed: return
     self._has_said,n = True,len(last(self._rehearsed.values()).norms)
-    how = (f"lets the slices meet at {n} batch norm{'s'*(n>1)}" if n
+    how = (f"gives {n} batch norm{'s'*(n>1)} the statistics of the whole batch" if n
            else "runs each slice twice, because the model has no batch norm")
     if not rank_distrib(): print(f"MicroBatch: exact=True {how}")
 
@@ -167,7 +167,7 @@ def _cut(self:MicroBatch, b, bs=None):
 
 @patch
 def _check_split(self:MicroBatch, b, parts, bs):
-    "Check that all targets are there and, once a fit, that they are in order"
+    "Check that all targets are there and, once in each fit, that they are in order"
     n_inp,n = self._n_inp(b),self._n_of(b)
     if not b[n_inp:]: return
     sizes = [self._n_of(o) for o in parts]
@@ -196,7 +196,7 @@ def _explain(self:MicroBatch, e, tries):
         e.add_note("MicroBatch: pass a smaller bs, or let bs='auto' with valid=True find one")
     if 'more than 1 value per channel' in str(e):
         e.add_note(f"MicroBatch: with slices of {self.size}, one slice has a single sample, and batch norm needs two; "
-                   "pass another bs that leaves more, or see `to_group_norm` and `BatchNormEval`")
+                   "pass a bs that leaves two or more in each slice, or see `to_group_norm` and `BatchNormEval`")
 
 @patch
 def before_train(self:MicroBatch):
@@ -250,8 +250,8 @@ def _try(self:MicroBatch, acc, i, batches, hypers):
     "Do what `acc._gather` does; if memory runs out, do it again for all batches of the window, in smaller slices"
     learn,seen,versions,group = self.learn,[],[],acc.group
     if acc._adds_up:
-        raise ValueError("MicroBatch: bs='auto' cannot go back where processes add up samples of batches that vary in "
-                         "size (n_samples); pass bs as a number, or pass n_step instead of n_samples")
+        raise ValueError("MicroBatch: bs='auto' cannot be used with n_samples when several processes train with "
+                         "batches that vary in size; pass bs as a number, or pass n_step instead of n_samples")
     state,(nominal,counts) = WindowState(learn),(acc._fit.nominal,dict(vars(acc.counts)))
     group.prepare()
     def draw():
@@ -274,7 +274,7 @@ def _versions(b): return [(o,o._version) for _,o in leaves(b) if isinstance(o, T
 # %% ../nbs/microbatch.ipynb #0f5b4440
 @patch
 def _shrink(self:MicroBatch, b, err, versions, group=None):
-    "Note that slices of `b` do not fit; `versions` are those of the tensors in the batches that will be tried again"
+    "Note that slices of `b` do not fit; `versions` has each tensor that will be tried again, with its earlier version"
     rows = self._size(b)
     if group: group.max(rows)   # the other processes wait for this in `agree`
     if any(o._version!=version for o,version in versions):

@@ -39,7 +39,7 @@ def offload_activations(self:Learner)->Learner:
 
 # %% ../nbs/offload.ipynb #d9fa9ce9
 class Kept:
-    "A tensor with its values on the host; `before` is a weak reference to the one that was put there before it"
+    "A tensor with its values on the host; `before` is a weak reference to the `Kept` made before it"
     ahead = None   # the tensor back on its device, and the event that says when its values have arrived
     def __init__(self, t, device, before): self.t,self.device,self.before = t,device,before
 

@@ -66,7 +66,7 @@ def _put(o, k, v):
 # %% ../nbs/rehearsal.ipynb #75c5ecec
 @contextmanager
 def _precise():
-    "Switch TF32 off: it has three digits, and batch norm over a few samples would leave even fewer"
+    "Switch TF32 off: its numbers have three digits, and batch norm over a few samples leaves even fewer of them right"
     backends = (torch.backends.cudnn,torch.backends.cuda.matmul) if torch.cuda.is_available() else ()
     was = [(o, o.allow_tf32) for o in backends]
     for o,_ in was: o.allow_tf32 = False
@@ -90,7 +90,7 @@ def _put_back(model):
 
 # %% ../nbs/rehearsal.ipynb #1c1ca019
 class Names:
-    "The name of the module of `model` that is running; `seen` is called with the name and the output of each that ends"
+    "The name of the module of `model` that is running; `seen` gets the name and the output of each one that ends"
     def __init__(self, model, seen=None):
         self.names,self.running,self.seen = {m:name for name,m in model.named_modules()},[],seen
 
@@ -121,7 +121,7 @@ def _refuse_checkpoints():
 
 # %% ../nbs/rehearsal.ipynb #68503dde
 def _watch(model, run, norm=lambda o, f: f()):
-    "What `run` does to the model, with `norm` in the place of each batch norm"
+    "What `run` does to the model, if `norm` replaces each batch norm"
     names,norms,rows,versions = Names(model),[],[],{id(p):p._version for p in model.parameters()}
     seen = {id(o) for o in counters(model)}
     def note(o, f):
@@ -217,7 +217,7 @@ class Turns:
 
 # %% ../nbs/rehearsal.ipynb #f5398d9a
 def rehearse(
-    model:nn.Module,
+    model:nn.Module, # The model of the learner
     forward:Callable, # The `forward` of `model`
     few:tuple, # The inputs of a few samples
     more:tuple, # The inputs of one more sample than `few` has
@@ -284,7 +284,7 @@ def refuse(model):
         if isinstance(m, (nn.Embedding,nn.EmbeddingBag)) and m.scale_grad_by_freq:
             raise ValueError("MicroBatch: exact=True is not possible: "
                 f"the {where} has scale_grad_by_freq=True, so its gradient "
-                "depends on the batch; leave out one of the two")
+                "depends on the batch; leave out exact or scale_grad_by_freq")
         compiled = hasattr(m, 'get_compiler_config') or getattr(m, '_compiled_call_impl', None)
         syncs = isinstance(m, nn.SyncBatchNorm) and m.training and num_distrib()>1
         what = ('is compiled by torch.jit' if isinstance(m, torch.jit.ScriptModule) else
@@ -293,13 +293,13 @@ def refuse(model):
                 'synchronises over processes' if syncs else None)
         if what:
             raise ValueError(f"MicroBatch: exact=True cannot see into the {where}, which {what}; "
-                             "leave out one of the two")
+                             "leave exact out, or train without this")
 
 # %% ../nbs/rehearsal.ipynb #a00b108f
 _tolerances = {torch.float64:1e-8, torch.float32:1e-4, torch.float16:.1, torch.bfloat16:.3}
 
 def _error(a, b):
-    "Relative error of the tensors in `a`, in tolerances; infinite if they do not fit those in `b`"
+    "Relative error of the tensors in `a`, divided by the tolerance; infinite if their shapes differ from those in `b`"
     res = 0.
     for (_,x),(_,y) in zip(leaves(a), leaves(b)):
         x,y = (torch.as_tensor(o).detach() for o in (x,y))
@@ -312,12 +312,12 @@ def _error(a, b):
     return res
 
 def _alone(o, f=None):
-    "Takes the place of batch norm, which over three samples would amplify rounding errors"
+    "Replaces batch norm, which over three samples would amplify rounding errors"
     return F.softsign(o.input)
 
 @contextmanager
 def _stirred(model):
-    "A context with larger numbers in parameters that begin near zero, since these would hide what comes before them"
+    "A context with larger numbers in parameters near zero, since zeros would hide what comes before them"
     gen = torch.Generator().manual_seed(0)
     ps = [p for p in model.parameters() if p.is_floating_point() and p.numel()]
     small = [(p, p.data.clone()) for p in ps if p.detach().abs().max()<1e-3]

@@ -38,7 +38,7 @@ class RandomState:
     "The random states of Python, NumPy and PyTorch, on the CPU and on `devices`"
     def __init__(self,
         devices:list=(), # Accelerators
-        before=None # An earlier `RandomState`, to share with
+        before=None # An earlier `RandomState`, with which it can share
     ):
         self.py,self.np,self.torch,self.devices = random.getstate(),np.random.get_state(),torch.get_rng_state(),devices
         self.on = [torch_on.get_rng_state(**kw) for torch_on,kw in map(_backend, devices)]
@@ -57,7 +57,7 @@ class Buffers:
     "The buffers of the modules `ms` as they are now"
     def __init__(self,
         *ms, # Modules
-        before=None # An earlier `Buffers` of the same modules, to share with
+        before=None # An earlier `Buffers` of the same modules, with which it can share
     ):
         old = {id(b):c for _,bs in (before.all if before else ()) for b,c in bs.values() if b is not None}
         def keep(b):

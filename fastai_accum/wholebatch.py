@@ -20,7 +20,7 @@ from .slices import join,leaves,tree_map
 @contextmanager
 def whole_batch(
     learn, # `Learner` whose model runs slice by slice inside
-    cut:Callable, # `(xb, yb, bs=None) -> slices, sizes`; if `sizes` is `None`, predictions are counted
+    cut:Callable, # `(xb, yb, bs=None) -> slices, sizes`; if `sizes` is `None`, the rows of the predictions are counted
     rehearsed:dict|None=None # For `exact=True`: what rehearsals have found so far
 ):
     "Let the model of `learn` run slice by slice on its batch, while everything else sees the whole batch"
@@ -58,7 +58,7 @@ class WholeForward:
 # %% ../nbs/wholebatch.ipynb #7de5fa1e
 @contextmanager
 def replay(model, state, was, buffers, hidden, modes):
-    "A context to run the model again from the states and `modes` that it had; afterwards all are as they are now"
+    "A context to run the model again from the states and `modes` that it had; afterwards everything is as it is now"
     now,new,new_modes = RandomState(was.devices),state.get(),_modes(model)
     was.restore(); state.set(hidden); _set_modes(model, modes)
     try:
@@ -127,7 +127,7 @@ def _rehearsed_run(self:WholeForward, r, parts, sizes):
     return preds
 
 def _settings(model):
-    "What can be switched in a model: its modules, their modes, and their attributes that are flags, names or shares"
+    "What can be switched in a model: its modules, their modes, and their attributes that are flags, numbers or texts"
     def own(m): return ((k,v) for k,v in vars(m).items() if isinstance(v, (bool,float,str)))
     return tuple((id(m), *own(m)) for m in model.modules())
 

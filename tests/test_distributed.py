@@ -29,7 +29,7 @@ refused = dict(
     metrics_drop   = 'drop cannot leave out a micro-batch with train_metrics=True',
     metrics_uneven = 'the training loaders of the processes have 4 to 5 micro-batches, but train_metrics=True needs all processes',
     shards_long    = 'the training loaders of the processes have 4 to 5 micro-batches, but a model in fully_shard',
-    auto_sized     = "bs='auto' cannot go back where processes add up samples",
+    auto_sized     = "bs='auto' cannot be used with n_samples when several processes train",
     empty          = 'the training loader of a process is empty')
 worlds = {2: [k for k in cases if k not in ('breaks',*refused)], 3: some.split()}
 AMPLIFIED = dict(lr_find_stops=1e-8)   # where the loss diverges, it amplifies rounding

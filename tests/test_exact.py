@@ -231,7 +231,7 @@ def test_refused(k):
     assert torch.equal(state, torch.get_rng_state())
     left_alone(m)
 
-@pytest.mark.parametrize('at,where', [(6,'one comes to 2, the other to 0.bn'), (4,'one comes to 2, the other to 0.bn'), (1,'depends on the other samples.*0.bn')])
+@pytest.mark.parametrize('at,where', [(6,"one comes to batch norm '2', the other to batch norm '0.bn'"), (4,"one comes to batch norm '2', the other to batch norm '0.bn'"), (1,'depends on the other samples.*0.bn')])
 def test_ways_that_differ(at, where):
     "The sample at `at` takes another way: in the third slice, in the second, or among those of the rehearsal"
     x = X.clone(); x[at,0] = 10.
