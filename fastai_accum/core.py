@@ -144,7 +144,7 @@ class Window:
     "The micro-batches between two optimizer steps"
     hypers:Hypers       # The hyper-parameters of the optimizer when the window began
     goal:int=1          # The number of batches, or of samples, that fill it
-    ran:bool=False      # Whether the model has run in it, or the processes have prepared for it
+    ran:bool=False      # Whether the model has run in it, or `prepare` of the processes has run
     n_micro:int=0       # Micro-batches, the current one included
     n_samples:int=0     # Samples whose gradients are part of it
     weight:Real=0       # Sum of the weights of these samples; the mean over the window divides by it
@@ -433,7 +433,7 @@ def _closes(self:WindowCallback, win):
 
 @patch
 def _still_closes(self:WindowCallback, win, part):
-    "Whether it ends with `part`, the last slice of this batch; another slice may have been left out"
+    "Whether the window ends with `part`, the last slice of a batch; another slice may have been left out"
     return self._adds_up or self.plan.ended or self._fills(win, self._n_of(part))
 
 @patch
@@ -518,7 +518,7 @@ def _weigh(self:WindowCallback):
 # %% ../nbs/core.ipynb #a9adb58b
 @patch
 def _expected(self:WindowCallback, w):
-    "The weight of a full window of micro-batches like the current one, of weight `w`, without ignored targets"
+    "The weight of a full window, if each micro-batch is like the current one but has no ignored targets"
     ignore,y = getattr(base_loss(self.learn.loss_func), 'ignore_index', None),self.learn.yb[0]
     if isinstance(ignore, int) and isinstance(y, Tensor) and not y.is_floating_point():
         kept = (y!=ignore).sum()
@@ -726,7 +726,7 @@ def _gathers_metrics(self:WindowCallback): return getattr(first_of(self.learn, '
 def _after_batch(self:WindowCallback, win):
     "Run `after_batch` once for the window; if every micro-batch was left out, only the schedule moves"
     learn,plan,rec,gathers = self.learn,self.plan,first_of(self.learn, 'Recorder'),self._gathers_metrics()
-    had_it = win.n_micro and win.micro.is_over   # the window ended earlier than expected
+    had_it = win.n_micro and win.micro.is_over   # these callbacks have had it already: the window ended early
     def is_due(cb): return isinstance(cb, TrainEvalCallback) if win.is_empty else not (had_it and _wants_each(cb))
     plan.end()
     if not win.is_empty:

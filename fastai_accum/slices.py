@@ -26,7 +26,7 @@ def n_rows(b):
     "The number of samples in `b`; each tensor has one row per sample"
     found = [(path,o) for path,o in leaves(b) if o.ndim]
     if not found:
-        raise ValueError(f"MicroBatch: the batch has no tensor that can be cut, it is a {type(b).__name__}; "
+        raise ValueError(f"MicroBatch: the batch is a {type(b).__name__} and has no tensor that can be cut; "
                          "pass split=f, with f(batch, bs) -> slices")
     n = found[0][1].shape[0]
     for path,o in found:

@@ -108,7 +108,7 @@ def end(self:Plan):
 
 # %% ../nbs/windows.ipynb #c2fe37d4
 def _share(k, n_batches, n, bs):
-    "The share of the first `k` batches in an epoch: of its samples if we can count them, otherwise of its batches"
+    "The share of an epoch in its first `k` batches: in samples if we can count them, otherwise in batches"
     return min(k*bs, n)/n if n and bs else k/n_batches
 
 def _ends(n_batches, n, bs, n_step, goal, drop):
