@@ -1,4 +1,4 @@
-"""How `check_accumulation` finds causes, and tests each remedy before it names it
+"""How `check_accumulation` finds the causes and the remedies
 
 Docs: https://fastai-accum.github.io/fastai_accum/causes.html.md"""
 
@@ -84,7 +84,7 @@ def keep_needed(self:Bench, every):
     def sees(*cbs): seen = self.large(frozenset([*_kinds,*cbs])); return seen.norms,seen.draws
     try:
         none = sees()
-        # the others switch modules off, as `BatchNormEval` does
+        # a callback that switches modules off, as `BatchNormEval` does, is no suspect
         self.suspects = [o for o in self.suspects if sees(o)==none]
     except Exception: self.suspects = []   # they need each other, so they cannot be tested one by one
 
@@ -118,7 +118,7 @@ def _gradient(f, pred, yb):
 
 @patch
 def cuts(self:Bench, seen):
-    "The gradient of all samples, and for slices of one and of half: the slice, its gradient, its rows of the whole"
+    "For slices of 1 and of half: the whole gradient, and each slice with its gradient and its rows of the whole"
     f,b = seen.loss_func,(seen.pred,*seen.yb)
     whole = _gradient(f, seen.pred, seen.yb)
     for size in sorted({1, self.half}):
@@ -131,7 +131,7 @@ def _share(g, G):
     return ((G*g).sum()/(g**2).sum().clamp(min=1e-300)).item()
 
 def _gap(whole, parts, ws):
-    "The largest difference between the slices' gradients, times their factors `ws`, and their rows of the whole"
+    "The largest difference between a slice's gradient, times its factor in `ws`, and its rows of the whole gradient"
     return max((g.nan_to_num()*w-G).norm() for w,(_,g,G) in zip(ws, parts))/whole.norm().clamp(min=1e-300)
 
 @patch
@@ -235,7 +235,7 @@ def whole(self:Bench, **kwargs):
 
 @patch
 def works(self:Bench, on, way):
-    "Whether `way` is exact with what is `on` of the suspects"
+    "Whether the step is exact in this `way`, with the suspects that are `on`"
     try: return self.error(on, way)<=tol
     except Exception: return False
 
@@ -258,7 +258,7 @@ def own_line(self:Bench, **kwargs):
 # %% ../nbs/causes.ipynb #2a8d7472
 @patch
 def explained(self:Bench, k, err):
-    "The `Cause` for suspect `k`, with a remedy that was tested"
+    "The `Cause` for suspect `k`, with its remedy"
     kind,seen = k if isinstance(k, str) else 'callback',self.large(frozenset([k] if k!='unknown' else []))
     if kind=='callback' and seen.changed: kind = 'augmentation'
     where = {'batch norm':seen.norms, 'dropout':seen.draws, 'loss':[_name(self.learn.loss_func)]}.get(kind)
@@ -267,7 +267,7 @@ def explained(self:Bench, k, err):
 
 @patch
 def remedy(self:Bench, kind, on, seen):
-    "The first line that works"
+    "The line or lines to write"
     if kind=='loss':
         has_average = getattr(self.acc, 'average', None) is not None
         if has_average and self.works(on, partial(self.own_with, average=None)): return self.own_line(average=None)

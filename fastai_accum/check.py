@@ -1,4 +1,4 @@
-"""`learn.check_accumulation()` compares a step in micro-batches with a step on the large batch, and says why they differ
+"""`learn.check_accumulation()` says whether micro-batches give the gradient of the large batch, and if not, why
 
 Docs: https://fastai-accum.github.io/fastai_accum/check.html.md"""
 
@@ -24,7 +24,7 @@ class Cause:
     "One cause of a difference"
     kind:str     # 'batch norm', 'dropout', 'loss', 'augmentation', 'callback' or 'unknown'
     where:list   # Names of the modules, the loss or the callback
-    error:float  # Relative error of the gradient if this is the only cause
+    error:float  # Relative error of the gradient with this cause alone: other causes are off, the loss is a plain mean
     remedy:str   # The line to write
 
     @property
@@ -69,7 +69,7 @@ def _repr_html_(self:Check):
 # %% ../nbs/check.ipynb #ac824e9e
 @contextmanager
 def _apart(learn):
-    "A block that prints nothing; afterwards everything is as it was"
+    "Run a block that prints nothing, and set everything back afterwards"
     grads,said,dtype = [(p, p.grad) for p in learn.model.parameters()],set(refusals.said),torch.get_default_dtype()
     was,loaders = RandomState(accelerators(learn.model)),LoaderState(learn.dls)
     on = getattr(defaults, 'accumulation', None)
@@ -89,7 +89,7 @@ def _apart(learn):
 @patch
 def check_accumulation(self:Learner,
     bs:int=4 # Samples to compare, at most one batch of the loader; each micro-batch gets half of them
-)->Check: # It is shown as a table
+)->Check: # The result, which a notebook shows as a table
     "Check whether micro-batches give the same gradient as the large batch, and find the causes if they do not"
     if isinstance(bs, bool) or not isinstance(bs, Integral) or bs<2:
         raise ValueError(f"check_accumulation: bs must be an int of at least 2, got {bs!r}")

@@ -283,7 +283,7 @@ def _uncompiled_modules(model):
 @patch
 def train(self:Bench, parts, windows, on, watch=False, at_pred=False, jitter=False):
     "Train for one step on `parts` with the callbacks `windows` and the suspects that are `on`; return what was seen"
-    # `watch`: note where norms and draws are; `at_pred`: end there; `jitter`: change the last digit of the parameters
+    # `watch`: note where norms and draws are; `at_pred`: end after the prediction; `jitter`: change the last digits
     if self.keeps_loss: on = {*on,'loss'}
     seen = SimpleNamespace(grads=None, changed=False, norms=[], draws=[])
     shell = self.copied(parts, [o for o in self.cbs if o in on or o not in self.suspects], 'loss' in on)
@@ -298,7 +298,7 @@ def train(self:Bench, parts, windows, on, watch=False, at_pred=False, jitter=Fal
     except Exception as e:
         if 'more than 1 value per channel' in str(e):
             raise ValueError("check_accumulation: batch norm needs two samples in a micro-batch, and here it has "
-                             f"{self.size}; pass bs=4 or more, and load batches of at least this size") from e
+                             f"{self.size}; pass bs=4 or more, and load batches of 4 or more") from e
         if hasattr(e, 'add_note'):
             e.add_note('check_accumulation: this error was raised in one step of a copy of the learner, in float64')
         raise
@@ -310,7 +310,7 @@ def train(self:Bench, parts, windows, on, watch=False, at_pred=False, jitter=Fal
 # %% ../nbs/trial.ipynb #0409980e
 @patch
 def suspend(self:Bench, shell, on, seen):
-    "Switch off batch norm and draws in the model of `shell`, unless they are `on`; note in `seen` where they are"
+    "Switch off batch norm and draws in the model of `shell`, unless they are `on`; note their modules in `seen`"
     from fastai_accum.draws import Draws   # imported here, because an older PyTorch cannot import it
     from fastai_accum.lockstep import AtNorms
     from fastai_accum.rehearsal import Names
