@@ -18,7 +18,7 @@ class GradAccumDtype(Callback):
     "Sum the gradients of a window in `dtype`, and cast their mean to the dtype of the parameter at the boundary"
     order,run_valid = -math.inf,False   # so callbacks after `AccumulateStep` see complete gradients
     def __init__(self,
-        dtype:torch.dtype=torch.float32 # Floating dtype of the sums, 16 bits or more; a wider parameter keeps its own
+        dtype:torch.dtype=torch.float32 # Float dtype of the sums, 16 bits or more; more precise parameters keep theirs
     ):
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or torch.finfo(dtype).bits<16:
             raise ValueError(f"GradAccumDtype: dtype must be a floating dtype such as torch.float32, got {dtype!r}")
@@ -48,11 +48,11 @@ def before_fit(self:GradAccumDtype):
 # %% ../nbs/precision.ipynb #a5bd0350
 @patch
 def before_train(self:GradAccumDtype):
-    "Refuse a model whose gradients are reduced over processes during the backward pass"
+    "Refuse a model whose gradients are averaged over processes during the backward pass"
     for m in self.learn.model.modules():
         if isinstance(m, nn.parallel.DistributedDataParallel) or _is_sharded(m):
-            raise ValueError("GradAccumDtype: the model is in DistributedDataParallel or fully_shard, which reduces "
-                             "gradients when this callback takes them; remove GradAccumDtype")
+            raise ValueError("GradAccumDtype: the model is in DistributedDataParallel or fully_shard, which averages "
+                             "gradients over processes just when this callback takes them; remove GradAccumDtype")
 
 # %% ../nbs/precision.ipynb #7088127e
 def _add(sums, dtype, share, p):
