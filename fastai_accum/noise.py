@@ -35,8 +35,8 @@ def noise_scale(self:Learner,
     n_step:int=8, # Batches of the loader in a window: at least 2, or 1 if a `MicroBatch` cuts them
     num_it:int=100, # Number of windows
     show_plot:bool=True # Whether to plot the estimate over the number of windows
-)->Noise: # Its `n_step` is the suggestion; it has `preconditioned` if an Adam-like optimizer has stepped before
-    "Measure the gradient noise scale in a mock training that changes nothing, and suggest how far to accumulate"
+)->Noise: # The estimate, with the suggested `n_step`, and with `preconditioned` if an Adam-like optimizer has stepped
+    "Measure the gradient noise scale in a mock training that changes nothing, and suggest an `n_step`"
     now,cut,cb = _settings(self),first_of(self, 'MicroBatch'),NoiseScale(preconditioned=True)
     _check_least('noise_scale', 'n_step', n_step, 1 if cut else 2)
     _check_least('noise_scale', 'num_it', num_it, 2)
@@ -111,7 +111,7 @@ class NoiseScale(DuringTraining):
     _ps = _win = _sums = None   # during training: the parameters with hooks, the open window, and its sums
     _stateattrs = DuringTraining._stateattrs + ('_ps','_win','_sums')
     def __init__(self,
-        preconditioned:bool=False # Also record it as an Adam-like optimizer sees it, which takes more time
+        preconditioned:bool=False # Also record the noise scale as an Adam-like optimizer sees it; this takes more time
     ):
         if not isinstance(preconditioned, bool):
             raise ValueError(f"NoiseScale: preconditioned must be True or False, got {preconditioned!r}")
@@ -203,7 +203,7 @@ def plot(self:NoiseScale,
 def try_windows(self:Learner,
     n_step=(4,8,16), # Batches of the loader in a window, for each branch
     n_epoch:int=1, # Epochs for each branch
-    lr:float|None=None, # Learning rate of the first branch, by default `learn.lr`; √k times it with k times the window
+    lr:float|None=None, # First branch's learning rate (`None`: `learn.lr`); with k times the window, √k times this
     show_plot:bool=True # Whether to plot the training loss over the samples
 )->pd.DataFrame: # A row for each branch, with the validation at its end
     "Train one branch from here for each `n_step`, on the same samples; the learner stays as it was"
@@ -367,7 +367,7 @@ def _read(self:NoiseScale):
 
 # %% ../nbs/noise.ipynb #43c31e59
 def _moments(opt, ps):
-    "For each parameter its second moment, the factor by which that is too small, and eps; `None` if one has none"
+    "For each parameter: its second moment, how much too small this is (a factor), and eps; `None` if one has none"
     state,hypers = getattr(opt, 'opt', opt).state,{id(p):h for pg,h in zip(opt.param_lists, opt.hypers) for p in pg}
     res = [_moment(state.get(p, {}), hypers[id(p)]) for p in ps]
     return None if any(o is None for o in res) else res
