@@ -36,7 +36,7 @@ Seesaw = namedtuple('Seesaw', 'lr n_step')
 def SchedSeesaw(
     sched:Callable, # Learning rate schedule, a function of `pct` that does not rise, such as `SchedCos(1e-3, 0)`
     n_step:int, # Micro-batches in the first windows
-    n_max:int # Most micro-batches in a window; after that the learning rate is halved where `sched` halves it
+    n_max:int # Largest number of micro-batches in a window; from there on, the learning rate is halved as in `sched`
 )->Seesaw: # The schedules `lr` and `n_step`, functions of `pct`
     "Where `sched` halves the learning rate, multiply it by 1/√2 and double the window (Meterez et al., 2025)"
     if not callable(sched):

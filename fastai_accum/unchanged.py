@@ -1,4 +1,4 @@
-"""A block in which a learner may train; afterwards it is as it was before
+"""A block in which a learner may train; afterwards the learner is as it was before
 
 Docs: https://fastai-accum.github.io/fastai_accum/unchanged.html.md"""
 
@@ -128,7 +128,7 @@ def unchanged(learn):
     "A block for a trial, without the learner's own `AccumulateStep`; afterwards the learner is as it was"
     was = Remembered(learn)
     try:
-        for t,_ in was.grads: t.grad = None   # or the trial would clear them in place
+        for t,_ in was.grads: t.grad = None   # the trial would clear them in place
         off = 'AccumulateStep','NoiseScale','CSVLogger'   # `CSVLogger` would start its file again
         learn.remove_cbs(learn.cbs.filter(lambda o: any(is_a(o, k) for k in off)))
         yield
