@@ -164,8 +164,8 @@ class Meeting:
     def take_back(self, k, x, host):
         "The gradient of the input `x` of slice `k`"
         (dy,*_),(dbeta,dgamma) = self.grads.pop(k, (None,)),self.sums
-        wide = _wide(x)
-        res = self.normalised(x).mul_(_by_channel(-dgamma/self.total, wide)).sub_(_by_channel(dbeta/self.total, wide))
+        res = self.normalised(x)
+        res.mul_(_by_channel(-dgamma/self.total, res)).sub_(_by_channel(dbeta/self.total, res))
         if dy is not None: res.add_(host.get(dy))
         w = self.args.weight
         self.left -= 1

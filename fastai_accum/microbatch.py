@@ -301,6 +301,6 @@ def _tell(self:MicroBatch, b):
     "Print the size that was found"
     if self._n_told==len(self._failed): return
     self._n_told = len(self._failed)
-    where,n = '' if self.learn.training else ' in validation',self._n_of(b)
     if rank_distrib(): return
+    where,n = '' if self.learn.training else ' in validation',self._n_of(b)
     print(f"MicroBatch: memory ran out{where}, and batches of {n} are now cut into slices of {self._size(b)}")

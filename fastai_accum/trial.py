@@ -149,8 +149,8 @@ class AfterAll(Callback):
     def before_batch(self):
         learn,had = self.learn,self.learn.gather_preds.had
         has = _tensors([*learn.xb,*learn.yb])
-        same = len(has)==len(had) and all(map(torch.equal, has, had))
-        self.seen.changed = learn.loss_func is not self.given or not same
+        def same(): return len(has)==len(had) and all(map(torch.equal, has, had))
+        self.seen.changed = learn.loss_func is not self.given or not same()
     def after_pred(self):
         learn = self.learn
         self.seen.pred = tree_map(lambda o: o.detach() if isinstance(o, Tensor) else o, learn.pred)
