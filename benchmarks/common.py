@@ -70,14 +70,18 @@ def held_bytes(learn):
     return n([*ps, *learn.model.buffers()]),n([*(p.grad for p in ps), *state])
 
 def paired(a, b, n=20):
-    "Run `a` and `b` in turn, `n` times, and return the median of the ratios `a`/`b`, and half the width of its 95 % interval (order statistics)"
+    "Run `a` and `b` in turn, `n` times, and return the `middle` of the ratios `a`/`b`"
     rs = []
     for i in range(n):
         ts = {}
         for f in ((a,b) if i%2 else (b,a)): ts[f] = f()
         rs.append(ts[a]/ts[b])
-    rs.sort()
-    k = int(n/2-0.98*n**.5)
+    return middle(rs)
+
+def middle(rs):
+    "The median of `rs`, and half the width of its 95 % interval (order statistics)"
+    rs,n = sorted(rs),len(rs)
+    k = max(int(n/2-0.98*n**.5), 0)
     return statistics.median(rs),(rs[n-1-k]-rs[k])/2
 
 def clock(f):

@@ -164,7 +164,7 @@ if __name__=='__main__':
         names = list(systems)[::1 if i%2 else -1]
         secs = {name:per_window(systems[name], many) for name in names}
         for name in names: ratios[name].append(secs[name]/secs['a loop by hand'])
-    rows = [(name, *errors[name], statistics.median(ratios[name])) for name in systems]
+    rows = [(name, *errors[name], *middle(ratios[name])) for name in systems]
     cols = ['', *(f'error: {c}' for c in cases), 'time of a window, a loop by hand = 1']
-    print(table([(n, *map(figure, es), f'{t:.2f}') for n,*es,t in rows], cols))
+    print(table([(n, *map(figure, es), f'{t:.2f} ± {pm:.2f}') for n,*es,t,pm in rows], cols))
     if args.save: save('others', versions=versions, n_step=N_STEP, rounds=args.rounds, cols=cols, rows=rows)
