@@ -106,7 +106,7 @@ def site():
         smalldocs('render', '--strict', '--quiet', cache)
         shutil.rmtree(cfg.doc_path, ignore_errors=True)
         shutil.move(cache/cfg.doc_path.name, cfg.doc_path)
-    for p in cfg.doc_path.rglob('*.html'): p.write_text(stay_on_site(stacked(formulas(p.read_text())), p))
+    for p in cfg.doc_path.rglob('*.html'): p.write_text(stay_on_site(stacked(formulas(p.read_text())), p).replace('#LNone', ''))   # nbdev found no line
     print(f'{len(list(cfg.doc_path.rglob("*.html")))} pages in {cfg.doc_path.name}/')
 
 def formulas(text):

@@ -471,7 +471,7 @@ def test_not_measurable(capsys):
     with torch.no_grad():
         for p in model[2].parameters(): p.zero_()   # equal predictions, and targets that tell nothing
     res = learn.noise_scale(num_it=6, n_step=2, show_plot=False)
-    if math.isnan(res.scale): assert 'Take more windows (num_it)' in capsys.readouterr().out and res.n_step is None
+    if math.isnan(res.scale): assert 'The noise hides the gradient. Take more windows (num_it)' in capsys.readouterr().out and res.n_step is None
     assert math.isnan(res.scale) and math.isnan(res.low) and math.isnan(res.high) and res.noise>0
 
 def test_plots():

@@ -1,5 +1,5 @@
 "What a release ships: a wheel and an sdist that install, complete metadata, a README that PyPI can show, and an import that costs little"
-import os,re,subprocess,sys,tarfile,zipfile
+import json,os,re,subprocess,sys,tarfile,zipfile
 from configparser import ConfigParser
 from email import message_from_string
 from pathlib import Path
@@ -166,10 +166,24 @@ def test_one_way_imports():
     "`loss` knows nothing of `core`"
     assert 'fastai_accum' not in (root/'fastai_accum'/'loss.py').read_text().split('__all__')[1].replace('fastai_accum/loss','')
 
-@pytest.mark.parametrize('p', sorted((root/'nbs').rglob('[!_]*.ipynb')), ids=lambda p: p.stem)
+def lines_to_read(p):
+    "The lines of code that a page shows: cells that are not hidden or exported, and blocks in the text"
+    for c in json.loads(p.read_text())['cells']:
+        s = ''.join(c['source'])
+        if c['cell_type']=='markdown': yield from '\n'.join(re.findall(r'^```.*?\n(.*?)^```', s, flags=re.S|re.M)).split('\n')
+        elif not re.search(r'^#\|\s*(hide|export|exporti|echo: false)\b', s, flags=re.M):
+            yield from (o for o in s.split('\n') if not o.startswith('#|'))
+
+notebooks = pytest.mark.parametrize('p', sorted((root/'nbs').rglob('[!_]*.ipynb')), ids=lambda p: p.stem)
+
+@notebooks
+def test_lines_fit(p):
+    "A line of code that readers see has at most 88 letters, or the page would cut it"
+    assert not [o for o in lines_to_read(p) if len(o)>88]
+
+@notebooks
 def test_no_noise_in_notebooks(p):
     "Stored outputs have no warnings, progress bars or paths of one machine"
-    import json
     if any(o.startswith(('_proc','.')) for o in p.relative_to(root/'nbs').parts): return
     text = ''.join(str(o.get('text', '')) + str(o.get('data', {}).get('text/plain', '')) for c in json.loads(p.read_text())['cells'] for o in c.get('outputs', []))
     for o in ('Warning', '█', '% [', '|----', 'site-packages', *(f'/{folder}/' for folder in ('home','root','tmp'))): assert o not in text, o

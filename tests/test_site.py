@@ -15,6 +15,7 @@ CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 pages = sorted(p.relative_to(SITE).as_posix() for p in SITE.rglob('*.html')) if SITE.exists() else []
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason='Chromium is not installed: apt install chromium')
 on_site = pytest.mark.skipif(not pages, reason='there is no site in _docs: make docs')
+UNFOLD = "document.querySelectorAll('details').forEach(o => o.open = true)"
 on_each_page = lambda f: on_site(pytest.mark.parametrize('path', pages)(f))
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -114,18 +115,18 @@ def white_boxes(page):
         im = Image.open(BytesIO(o.screenshot())).convert('L')
         w,h = im.size
         sides = [im.crop(c) for c in [(0,0,w,3), (0,h-3,w,h), (0,0,3,h), (w-3,0,w,h)]]
-        if grey(im)>170 or any(grey(s)>128 for s in sides):   # most of it is light, or an edge
+        if light(im)>.25 or any(light(s)>.5 for s in sides):
             res.append(o.evaluate('o => o.alt || o.outerHTML.slice(0, 80)'))
     return res
 
-def grey(im):
-    "The mean lightness of a picture, from 0 to 255"
-    return sum(i*n for i,n in enumerate(im.histogram()))/(im.width*im.height)
+def light(im):
+    "The share of a picture that is nearly white"
+    return sum(im.histogram()[200:])/(im.width*im.height)
 
-def drawn(colour):
-    "A picture of one colour"
+def drawn(colour, shape='M0 0h200v90H0z'):
+    "A picture of one shape, which fills it by default"
     size = 'xmlns="http://www.w3.org/2000/svg" width="200" height="90"'
-    return f'<svg {size}><path d="M0 0h200v90H0z" fill="{colour}"/></svg>'
+    return f'<svg {size}><path d="{shape}" fill="{colour}"/></svg>'
 
 def picture(colour, style=''):
     return f'<img alt="A plot" style="{style}" src="data:image/svg+xml,{quote(drawn(colour))}">'
@@ -156,6 +157,7 @@ CHECKS = [   # what to look for, a page that has it, and one that does not
     (white_boxes, picture('black', 'padding:20px; background:white'), picture('black', 'padding:20px')),
     (white_boxes, picture('white', 'padding:5px; background:black'), picture('grey', 'padding:5px; background:black')),
     (white_boxes, drawn('white'), drawn('black')),
+    (white_boxes, drawn('white', 'M20 10h140v70H20z'), drawn('white', 'M20 30h140v9H20z')),   # axes, and a line
     (white_boxes, f'<table style="background:#eee"><td>{sentence}</table>', f'<table><td>{sentence}</table>')]
 
 @pytest.mark.parametrize('check,bad,good', CHECKS)
@@ -190,7 +192,7 @@ def test_page(path, page, root):
     links = page.evaluate("[...document.links].map(o => o.href)")
     assert not [href for href in links if local(href, root) and not leads_somewhere(href, root)]
     assert not page.query_selector('.cell-output-stderr'), 'a warning that a cell has left'
-    page.evaluate("document.querySelectorAll('details').forEach(o => o.open = true)")
+    page.evaluate(UNFOLD)
     assert page.query_selector('#quarto-sidebar .sidebar-link'), 'no list of the pages'
     assert {f.__name__:found for f in (unrendered,cut,clipped,wide_tables) if (found := f(page))}=={}
 
@@ -206,6 +208,7 @@ def test_on_a_phone(path, page, root):
     "On a screen of 390 pixels nothing is wider than the screen, code and tables included"
     page.set_viewport_size(dict(width=390, height=844))
     page.goto(root+path, wait_until='load')
+    page.evaluate(UNFOLD)
     assert page.evaluate("document.documentElement.scrollWidth")<=390
     wide = page.evaluate("""(() => {
         const inside = o => o.getBoundingClientRect().right <= 390.5
@@ -248,6 +251,14 @@ def test_readable(path, scheme, page, root):
     assert not [o for o in ratios if o[0]<3], 'hardly to be read'
     assert sum(r>=4.5 for r,_ in ratios)>=.95*len(ratios)
     assert scheme=='light' or not white_boxes(page)
+
+@on_site
+def test_reference(page, root):
+    "A reference page has a table of arguments, and links to lines of the source"
+    page.goto(root+'core.html', wait_until='load')
+    heads = page.evaluate("[...document.querySelectorAll('main thead')].map(o => o.innerText.split(/\\s+/))")
+    assert ['argument','type','meaning'] in [[w for w in h if w] for h in heads]
+    assert not [p for p in pages if '#LNone' in (SITE/p).read_text()]
 
 @on_site
 def test_search(page, root):
