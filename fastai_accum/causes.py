@@ -41,7 +41,7 @@ def check(self:Bench):
     err = self.raw
     causes = self.causes(every) if above else []
     own = ' and '.join(map(_line, self.windows()))
-    if not self.is_own: own += ', because the learner does not accumulate yet'
+    if not self.is_own: own += ' as an example, because your learner trains on whole batches now'
     what = (f"Compared: one step on {self.n} samples of the first training batch, all at once and in micro-batches of "
             f"{self.size}, with {own}. The loss is {_name(self.learn.loss_func)}. "
             f"Everything runs in float64 on {self.device.type}")

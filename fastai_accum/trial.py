@@ -164,7 +164,8 @@ class AfterAll(Callback):
 
 # %% ../nbs/trial.ipynb #6b3c5779
 _never  = ('ProgressCallback','MixedPrecision','NonNativeMixedPrecision',
-           'DistributedTrainer','ParallelTrainer','WindowCallback')   # never in a step
+           'DistributedTrainer','ParallelTrainer','WindowCallback',
+           'GradientCheckpointing','OffloadActivations')   # never in a step
 _always = 'TrainEvalCallback','Recorder','CastToTensor','ModelResetter','RNNCallback'   # never suspects
 
 def _is_any(cb, names): return any(is_a(cb, o) for o in names)

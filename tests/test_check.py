@@ -367,7 +367,7 @@ def test_shown():
     assert 'do not give the same gradient as the large batch' in text and 'batch norm' in text and '-> MicroBatch(bs=8, exact=True)' in text and '4 samples' in text
     assert html.count('<tr>')==3 and '&lt;lambda&gt;' in html and 'color' not in html
     text = repr(learner().check_accumulation())
-    assert 'The micro-batches give the same gradient as the large batch' in text and 'Compared: one step on 4 samples' in text and 'AccumulateStep(n_step=2), because the learner does not accumulate yet' in text
+    assert 'The micro-batches give the same gradient as the large batch' in text and 'Compared: one step on 4 samples' in text and 'AccumulateStep(n_step=2), as an example, because your learner trains on whole batches now' in text
 
 def test_left_out():
     "What cannot be copied is left out, and named"
@@ -447,8 +447,11 @@ def test_checkpoints():
     for reentrant in True,False:
         check = learner(nn.Sequential(Again(reentrant), nn.Linear(5,3)).double()).check_accumulation()
         assert [(o.kind,o.place) for o in check.causes]==[('dropout','0.m.1')]
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(6,6), nn.Tanh(), nn.Dropout(.2)) for _ in range(3)], nn.Linear(6,3)).double()
-    assert kinds(learner(model, cbs=[AccumulateStep(2), GradientCheckpointing(list(model[:3])), OffloadActivations()]).check_accumulation())==['dropout']
+    for last,found in (nn.Dropout(.2),['dropout']),(nn.BatchNorm1d(6),['batch norm']):
+        blocks = [nn.Sequential(nn.Linear(6,6), nn.Tanh(), last) for _ in range(3)]
+        model = nn.Sequential(*blocks, nn.Linear(6,3)).double()
+        for saving in GradientCheckpointing(blocks),OffloadActivations():
+            assert kinds(learner(model, cbs=[AccumulateStep(2), saving]).check_accumulation())==found
 
 def test_many_samples_masked():
     "The check takes samples of the first batch that show the difference"
