@@ -197,7 +197,7 @@ cases = [
     ('How many steps does `lr_find(num_it=100)` make?',                 OTHER, lr_find),
     ('All targets of a micro-batch are ignored: how far is the logged loss off?', OTHER, ignored),
     ('The loss ends in `sqrt`: what does the fit do?',                  OTHER, ends_in_sqrt),
-    ('A fit is cancelled in the middle of a window: how many losses does the next fit record?', OTHER, cancelled),
+    ('A fit is cancelled in the middle of a window: how many of its losses does the next fit record?', OTHER, cancelled),
 ]
 
 def ours(n, **kwargs): return AccumulateStep(n_samples=n, **kwargs)
