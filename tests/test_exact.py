@@ -457,7 +457,7 @@ def _forward(m, x): bn,d = m.ms; return m.head(d(bn(m.inp(x)).tanh()))
 def test_it_is_said_once(capsys):
     learn = train(bn_drop, X, Y, cbs=MicroBatch(3, exact=True))
     learn.fit(1)
-    assert capsys.readouterr().out.count('meet at 1 batch norm')==1
+    assert capsys.readouterr().out.count('gives 1 batch norm the statistics')==1
 
 def test_no_threads_and_no_activations_are_left():
     "After a batch, the activations are gone without the garbage collector"

@@ -176,7 +176,7 @@ packed = nn.utils.rnn.pack_sequence([torch.ones(3),torch.ones(2)])
 bad = {
     'batch[1] has shape (2, 5), but batch[0] has 5 samples': (torch.ones(5), torch.ones(2,5)),
     "batch[0]['m'] has shape (3,), but batch[0]['x'] has 5": (dict(x=torch.ones(5), m=torch.ones(3)),),
-    'the batch has no tensor': ('text',),
+    'the batch is a tuple and has no tensor that can be cut': ('text',),
     'batch[0] is a PackedSequence': (packed,),
 }
 @pytest.mark.parametrize('msg', bad)
