@@ -367,7 +367,7 @@ def test_shown():
     assert 'do not give the same gradient as the large batch' in text and 'batch norm' in text and '-> MicroBatch(bs=8, exact=True)' in text and '4 samples' in text
     assert html.count('<tr>')==3 and '&lt;lambda&gt;' in html and 'color' not in html
     text = repr(learner().check_accumulation())
-    assert 'The micro-batches give the same gradient as the large batch' in text and 'Compared: one step on 4 samples' in text and 'AccumulateStep(n_step=2), as an example, because your learner trains on whole batches now' in text
+    assert 'The micro-batches give the same gradient as the large batch' in text and 'Compared: one step on 4 samples' in text and 'AccumulateStep(n_step=2) as an example, because your learner trains on whole batches now' in text
 
 def test_left_out():
     "What cannot be copied is left out, and named"
