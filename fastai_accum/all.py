@@ -8,19 +8,25 @@ Docs: https://fastai-accum.github.io/fastai_accum/index.html.md"""
 __all__ = []
 
 # %% ../nbs/index.ipynb #cae9a1f5
-from fastai_accum import core,patch,microbatch,batchnorm,clip,skip,precision,schedules,check,noise
+from fastai_accum import core,patch,microbatch
+from fastai_accum.extras import batchnorm,clip,skip,precision
+from fastai_accum.know import check,noise,schedules
 from fastai_accum.loss import loss_weight
 from fastai_accum.core import *
 from fastai_accum.patch import *
 from fastai_accum.microbatch import *
-from fastai_accum.batchnorm import *
-from fastai_accum.clip import *
-from fastai_accum.skip import *
-from fastai_accum.precision import *
-from fastai_accum.schedules import *
-from fastai_accum.noise import NoiseScale
-from fastai_accum.checkpointing import GradientCheckpointing
-from fastai_accum.offload import OffloadActivations
+from fastai_accum.extras.batchnorm import *
+from fastai_accum.extras.clip import *
+from fastai_accum.extras.skip import *
+from fastai_accum.extras.precision import *
+from fastai_accum.know.schedules import *
+from fastai_accum.know.noise import NoiseScale
+from fastai_accum.memory.checkpointing import GradientCheckpointing
+from fastai_accum.memory.offload import OffloadActivations
+
+# %% ../nbs/index.ipynb #347da270
+import torch
+if hasattr(torch, 'get_autocast_dtype'): from fastai_accum.exact import whole   # what `exact=True` needs
 
 # %% ../nbs/index.ipynb #f21b2315
 __all__ = ['loss_weight', *core.__all__, *patch.__all__, *microbatch.__all__, *batchnorm.__all__, *clip.__all__,

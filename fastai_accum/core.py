@@ -7,58 +7,47 @@ Docs: https://fastai-accum.github.io/fastai_accum/core.html.md"""
 # %% auto #0
 __all__ = ['AccumulateStep']
 
-# %% ../nbs/core.ipynb #5f1b20f9
-import inspect,warnings
-from contextlib import closing,contextmanager,nullcontext
-from dataclasses import dataclass
+# %% ../nbs/core.ipynb #5217068d
+import inspect
+from contextlib import ExitStack,closing,contextmanager,nullcontext
+from dataclasses import dataclass,field
 from itertools import chain
-from numbers import Integral,Real
 from fastai.basics import *
-from .replace import Replaced
-from .loss import base_loss,count_samples,loss_reduction,loss_weight,sums_by_nature
-from .processes import Alone,InMemory,processes
-from .gradients import Gradients,Hypers
-from .windows import Part,batch_size,plan_epoch
-from .refusals import check_cbs,check_count,check_loader,check_model,check_opt,check_weight
-from .refusals import first_of,is_a,is_remote,note_batch_norm,refuse_unknown
+from .loss import loss_reduction,loss_weight,sums_by_nature
+from .processes import processes
+from .refusals import *
+from .replace import lent
+from .windows import Windows,n_of
 
-# %% ../nbs/core.ipynb #b4d5b55b
+# %% ../nbs/core.ipynb #0f5a3455
 @dataclass
 class Counts:
     "What a fit has done so far"
-    n_micro:int = 0     # Micro-batches that the loader has yielded
-    n_samples:int = 0   # Samples in these micro-batches
-    n_dropped:int = 0   # Micro-batches that a callback has left out with `drop`
-    n_steps:int = 0     # Optimizer steps
-    weight:Real = 0     # Sum of the weights of all windows that reached a step
-    n_stepped:int = 0   # Samples that reached a step
-    n_thrown:int = 0    # Samples that reached no step, those of the current window included
+    n_micro:int = 0   # Micro-batches that have begun, those that were left out included
+    n_samples:int = 0 # Samples that the loader has yielded, up to the last window that is over
+    sizes:list = field(default_factory=list) # The samples of each window; 0 if it made no step
 
-# %% ../nbs/core.ipynb #c27b9113
+    @property
+    def n_steps(self):   return sum(n>0 for n in self.sizes)
+    @property
+    def n_stepped(self): return sum(self.sizes)
+    @property
+    def n_thrown(self):  return self.n_samples-self.n_stepped
+
+# %% ../nbs/core.ipynb #7f0108f3
 class WindowCallback(Callback):
     "The training loop that `AccumulateStep` and `MicroBatch` share"
-    order,run_valid = -math.inf,False
+    order,run_valid,cuts = -math.inf,False,False
     n_step,n_samples,average,drop_last,weight = 1,None,None,None,None   # a window of `MicroBatch` is one batch
-    counts    = Counts()  # those of this fit, or of the last one
-    # for each logged window: the samples seen so far, the samples in its step (0 without a step), the learning rate
-    history   = ()
-    plan      = None      # that of this epoch, or of the last one
-    window    = None      # the current window, in `_train_window` only
-    group     = Alone()   # the processes that train together, in `_train` only
-    _fit      = None      # what the windows of a fit share, from the first `_train` to `_end`
-    _replaced = None      # our `learn._with_events`, from `_replace` to `_end`
-    _per      = 1         # `n_samples` is divided by this when the processes count batches instead
-    _kept     = None      # the model before `lr_find`, with several processes; until `_end`
-    _depth    = 0         # how many calls of our `_with_events` are running
-    _in_micro = False     # whether one of these calls runs a micro-batch
-    _is_mean,_averages,_can_be_nan = True,True,False   # what `_read_loss` finds before each epoch
-    _stateattrs = 'window','group','_fit','_replaced','_kept','_depth','_in_micro'   # not copied, not saved
+    window,counts = None,Counts()      # the window that runs; what this fit has done, or the last one
+    scale = last_loss = None           # what losses are divided by in this fit; the mean loss of the last window
+    _stateattrs = ('window',)          # not copied, not saved
     __setattr__ = object.__setattr__   # fastai's also looks for each name in the model
 
-# %% ../nbs/core.ipynb #10a8927d
+# %% ../nbs/core.ipynb #4a01fea2
 class AccumulateStep(WindowCallback):
     "Step the optimizer once per window of micro-batches, with the gradient of all its samples"
-    name,who = 'accumulate_step','AccumulateStep'   # subclasses have the same name
+    name = 'accumulate_step'   # subclasses have the same name
     def __init__(self,
         n_step:int|Callable|None=None, # Micro-batches in a window: a number, or a schedule `pct -> int`
         *,
@@ -72,15 +61,13 @@ class AccumulateStep(WindowCallback):
         if (n_step is None)==(n_samples is None):
             raise ValueError("AccumulateStep: give either n_step, which counts micro-batches, or n_samples, which "
                              f"counts samples; got {n_step=} and {n_samples=}")
-        if n_step    is not None: n_step    = check_count(self.who, 'n_step', n_step)
-        if n_samples is not None: n_samples = check_count(self.who, 'n_samples', n_samples)
-        for k,v in dict(average=average, drop_last=drop_last).items():
-            if v is not None and not isinstance(v, bool):
-                raise ValueError(f"AccumulateStep: {k} must be True, False or None, got {v!r}")
-        check_weight(self.who, weight)
-        store_attr(but='kwargs')
+        def checked(k, v): return v if v is None or callable(v) else check_count('AccumulateStep', k, v)
+        n_step,n_samples = checked('n_step', n_step),checked('n_samples', n_samples)
+        check_flags('AccumulateStep', (True,False,None), average=average, drop_last=drop_last)
+        check_function('AccumulateStep', 'weight', weight, '(pred, *yb) -> float')
+        store_attr(but='kwargs,checked')
 
-# %% ../nbs/core.ipynb #a4aeebe3
+# %% ../nbs/core.ipynb #281ba3f7
 @patch
 @delegates(AccumulateStep)
 def accumulate(self:Learner,
@@ -89,729 +76,329 @@ def accumulate(self:Learner,
 )->Learner:
     "Add an `AccumulateStep` to the learner, in place of an earlier one"
     cb = AccumulateStep(n_step, **kwargs)
-    return self.remove_cbs(self.cbs.filter(lambda o: is_a(o, 'AccumulateStep'))).add_cb(cb)
+    return self.remove_cbs(self.cbs.filter(risinstance(AccumulateStep))).add_cb(cb)
 
-# %% ../nbs/core.ipynb #3c67e54d
+# %% ../nbs/core.ipynb #89ce312a
 @patch(as_prop=True)
 def is_boundary(self:WindowCallback)->bool:
-    "Whether the optimizer steps at the end of the current micro-batch; always `False` in validation"
-    return self.window is not None and self.window.boundary and self.learn.training
+    "Whether the optimizer steps after the current micro-batch; always `False` in validation"
+    return self.window is not None and self.window.is_last and self.window.learn.training
 
-# %% ../nbs/core.ipynb #be0ac58b
+# %% ../nbs/core.ipynb #9c72bd91
+def window_callbacks(learn): return [cb for cb in learn.cbs if hasattr(type(cb), 'train_epoch')]
+
+def in_charge(learn):
+    "The callback that makes the windows of `learn`: its `AccumulateStep`, or else its `MicroBatch`, or `None`"
+    return first(sorted(window_callbacks(learn), key=attrgetter('cuts')))
+
+# %% ../nbs/core.ipynb #0bd24f33
+_fastais = getattr(Learner.all_batches, 'fastais', Learner.all_batches)   # also if this cell runs again
+
 @patch
-def drop(self:WindowCallback):
-    "Leave out the current micro-batch; call it before the backward pass, which is then skipped"
-    win = self.window
-    if win is None or win.micro is None or not self.learn.training:
-        raise RuntimeError(f"{self.who}: drop can only be called while a micro-batch of training runs")
-    m = win.micro
-    if m.dropped: return
-    self.group.check_drop(self._gathers_metrics())
-    if m.counted:
-        raise RuntimeError(f"{self.who}: drop comes too late, because the backward pass of this micro-batch has begun; "
-                           "call drop in `before_backward` or earlier")
-    m.dropped = True
-    win.n_dropped += 1; self.counts.n_dropped += 1
-    if m.scaled: self._leave()
+def all_batches(self:Learner):
+    "fastai's `all_batches`; in training with one of our callbacks, window after window"
+    acc = in_charge(self)
+    with ExitStack() as stack:
+        for cb in self.cbs.sorted('order'):
+            if hasattr(type(cb), 'around_batches'): stack.enter_context(cb.around_batches(self))
+        if acc and self.training: acc.train_epoch(self)
+        else: _fastais(self)
+Learner.all_batches.fastais = _fastais
 
-# %% ../nbs/core.ipynb #d2f8dcde
+# %% ../nbs/core.ipynb #f1396500
+@patch
+def before_fit(self:WindowCallback):
+    "Refuse what cannot work, and begin to count"
+    learn = self.learn
+    if learn is None: raise ValueError(f"{self}: this instance was in the learner twice; remove it, and add it anew")
+    if learn.lock.locked(): return   # a validation
+    check_learner(self, learn)
+    setattr(learn, self.name, self)   # fastai forgets it when it removes another of this name
+    self.counts,self.scale,self.last_loss = Counts(),None,None
+    num_it = getattr(vars(learn).get('lr_finder'), 'num_it', None)
+    if num_it and in_charge(learn) is self:
+        windows = self.windows(learn, learn.dls.train)
+        learn.n_epoch = num_it//(len(windows) if windows.ends else 1) + 1
+
+# %% ../nbs/core.ipynb #090a6d05
+@patch
+def windows(self:WindowCallback, learn, dl, epoch=0, n_procs=1):
+    "The windows of an epoch of `dl`"
+    by_samples = self.n_samples is not None
+    name,asked = ('n_samples',self.n_samples) if by_samples else ('n_step',self.n_step)
+    def size(share):
+        pct = 0. if 'lr_finder' in vars(learn) else min(1., (epoch+share)/learn.n_epoch)
+        v = check_count(self, f'{name} at pct={pct:.4g}', asked(pct), scheduled) if callable(asked) else asked
+        return -(-v//n_procs) if by_samples else v   # several processes fill a window together
+    return Windows(dl, size, partial(n_of, learn.dls), by_samples, self.drop_last)
+
 @patch(as_prop=True)
-def _in_charge(self:WindowCallback): return (first_of(self.learn, 'AccumulateStep') or self) is self
+def varies(self:WindowCallback): return callable(self.n_step) or callable(self.n_samples)
 
-@patch(as_prop=True)
-def _cutter(self:WindowCallback): return first_of(self.learn, 'MicroBatch')
+# %% ../nbs/core.ipynb #61536400
+@patch
+def averages(self:WindowCallback, loss_func):
+    "Whether the gradient of a window is a mean, and not a sum"
+    if self.average is not None: return self.average
+    return loss_reduction(loss_func)!='sum' if self.cuts else not sums_by_nature(loss_func)   # a batch keeps its sum
 
-@patch(as_prop=True)
-def _late(self:WindowCallback):
-    "Whether the processes synchronise after all backward passes of a window, and not in the last one"
-    cut = self._cutter
-    return cut is not None and (cut.shows_whole or cut.bs=='auto')
+# %% ../nbs/core.ipynb #2708aa29
+class Epoch:
+    "An epoch of `learn` in windows"
+    def __init__(self, acc, learn):
+        self.acc,self.learn,self.group = acc,learn,processes(learn.model)
+        self.cut = first(window_callbacks(learn), attrgetter('cuts'))
+        plan = partial(acc.windows, learn, learn.dl, n_procs=self.group.n)
+        self.windows,self.n_before = plan(learn.epoch),acc.counts.n_samples
+        if not acc.counts.n_samples:   # the first epoch
+            check_plan(acc, self.windows, *map(plan, range(learn.epoch+1, learn.n_epoch if acc.varies else 0)))
+            check_loss(acc, learn.loss_func)
+        self.is_mean,self.averages = loss_reduction(learn.loss_func)!='sum',acc.averages(learn.loss_func)
+        self.each = learn.cbs.sorted('order').filter(wants_each)        # those with `after_batch` at each micro-batch
+        rec = vars(learn).get('recorder')
+        self.recorder = rec if getattr(rec, 'train_metrics', False) else None   # if it has metrics of the training set
 
-# %% ../nbs/core.ipynb #945d142d
+# %% ../nbs/core.ipynb #8fe80876
+@patch
+def train_epoch(self:WindowCallback, learn):
+    "Train for an epoch, window after window"
+    if self.learn is not learn:
+        raise ValueError(f"{self}: this instance is in another Learner too; make a new one for each Learner")
+    if 'counts' not in vars(self): self.before_fit()   # it has joined in the middle of a fit
+    epoch = Epoch(self, learn)
+    windows,learn.n_iter = epoch.windows,len(epoch.windows)
+    note_batch_norm(self, learn)
+    try:
+        with _bars(learn, windows):
+            for i,batches in enumerate(windows): epoch.train_window(i, batches)
+        epoch.group.meet(False, parameters(learn), 0, 0, 0)
+    finally: self.counts.n_samples = epoch.n_before+windows.n_samples
+
+# %% ../nbs/core.ipynb #d08d014b
+@contextmanager
+def _bars(learn, windows):
+    "Let progress bars count the batches of the loader"
+    with ExitStack() as stack:
+        for bar in [vars(cb)['pbar'] for cb in learn.cbs if vars(cb).get('pbar') is not None]:
+            stack.enter_context(lent(bar, update=lambda _, f=bar.update: f(windows.n_drawn)))
+        yield
+
+# %% ../nbs/core.ipynb #7315f0d8
+@patch
+def train_window(self:Epoch, i, batches):
+    "Sum up the gradients of a window, step, and run `after_batch`"
+    acc,learn,windows = self.acc,self.learn,self.windows
+    hypers = [dict(h) for h in learn.opt.hypers]
+    clear_gradients(learn)
+    try:
+        sum_up = partial(self.sum_up, i)
+        win = self.cut.attempt(self, sum_up, batches) if self.cut else sum_up(batches)
+        if windows.drop_last and not windows.is_full: return _throw_away(learn, hypers)
+        had_it = [] if win.is_last else self.each   # the loader may have ended early
+        win.step()
+        acc.counts.n_samples = self.n_before+windows.n_samples
+        acc.counts.sizes.append(win.n_stepped)
+        cbs = [cb for cb in learn.cbs.sorted('order') if cb not in had_it]
+        if acc.last_loss is None: cbs = [cb for cb in cbs if isinstance(cb, TrainEvalCallback)]   # nothing to log yet
+        with self.no_metrics(): run_after_batch(cbs)
+        if acc.varies or not windows.as_planned(i): learn.pct_train = (learn.epoch+windows.share_after(i))/learn.n_epoch
+    except BaseException: clear_gradients(learn); raise
+    finally: acc.window = None
+
+# %% ../nbs/core.ipynb #af02231f
+def parameters(learn):
+    "All that have gradients to divide, each once: of the model, of the loss, and of the optimizer"
+    loss = getattr(learn.loss_func, 'func', learn.loss_func)   # fastai wraps losses
+    modules = [m for m in (learn.model,loss) if isinstance(m, nn.Module)]
+    return list(dict.fromkeys(chain(*[m.parameters() for m in modules], *learn.opt.param_lists)))
+
+def clear_gradients(learn):
+    learn.opt.zero_grad()
+    stepped = set(chain(*learn.opt.param_lists))
+    for p in parameters(learn):
+        if p not in stepped: p.grad = None
+
+def _throw_away(learn, hypers):
+    "Undo a tail that is dropped, with the hyper-parameters that schedulers have set for it"
+    clear_gradients(learn)
+    for k in hypers[0]: learn.opt.set_hyper(k, [h[k] for h in hypers])
+
+# %% ../nbs/core.ipynb #8659f86a
+@patch
+def sum_up(self:Epoch, i, batches):
+    "The window that sums up the gradients of `batches`, or of the slices that a `MicroBatch` cuts"
+    learn = self.learn
+    self.acc.window = win = Window(self)
+    try:
+        with lent(learn, _with_events=partial(win.events, learn._with_events)),self.group.silent():
+            for b,n,is_last in batches:
+                with closing(self.cut.parts(learn, b)) if self.cut else nullcontext([(b,n,True)]) as parts:
+                    for part,k,ends in parts: win.run(i, part, k, is_last and ends)
+    except CancelBatchException:
+        for _ in batches: pass
+        clear_gradients(learn)
+        win.n_samples = win.weight = win.loss = 0
+        learn('after_cancel_batch')
+    return win
+
+# %% ../nbs/core.ipynb #d4eab174
 @dataclass
 class Micro:
     "A micro-batch"
-    n:int               # Samples in it
-    dropped:bool=False  # Whether a callback has left it out
-    scaled:bool=False   # Whether its weight has been computed
-    counted:bool=False  # Whether its gradient is part of the window
-    is_over:bool=False  # Whether its `after_batch` has run, for callbacks that need each micro-batch
-    weight:Real=0       # The number that the mean of its loss divides by
-    by:Real=1           # The factor by which its gradient is multiplied
+    n:int                # Samples in it
+    weight:float = None  # What the mean of its loss divides by, once its gradient is in the window
+    end:str = None       # How it has ended: 'step', 'cancelled' or 'no targets'
 
-@dataclass
 class Window:
-    "The micro-batches between two optimizer steps"
-    hypers:Hypers       # The hyper-parameters of the optimizer when the window began
-    goal:int=1          # The number of batches, or of samples, that fill it
-    ran:bool=False      # Whether the model has run in it, or `prepare` of the processes has run
-    n_micro:int=0       # Micro-batches, the current one included
-    n_samples:int=0     # Samples whose gradients are part of it
-    weight:Real=0       # Sum of the weights of these samples; the mean over the window divides by it
-    loss:Real=0.        # Sum of their losses, not averaged
-    n_batches:int=0     # Batches of the loader; `MicroBatch` cuts them into slices
-    n_of_batch:int=0    # Samples in the last of these batches
-    n_dropped:int=0     # Micro-batches that a callback has left out
-    n_all:int=0         # Samples of all processes together
-    boundary:bool=False # Whether the current micro-batch closes it
-    full:bool=False     # Whether it holds as many batches or samples as it should
-    reached:bool=False  # Whether a micro-batch has come to where the optimizer would step
-    averaged:bool=False # Whether the gradients are averaged over the processes
-    closed:bool=False   # Whether its gradients are finished
-    stepped:bool=False  # Whether the optimizer has stepped
-    done:bool=False     # Whether its gradients are cleared, or left for the next step
-    factor:Real=1       # The factor by which the sum of the gradients is multiplied
-    last:Tensor=None    # The loss of the last micro-batch
-    sums:dict=None      # Sums of its gradients, if a callback keeps them outside of `.grad`
-    micro:Micro=None    # The current micro-batch, or the last one
+    "The micro-batches between two optimizer steps, and the sum of their gradients"
+    def __init__(self, epoch):
+        self.epoch,self.acc,self.learn = epoch,epoch.acc,epoch.learn
+        self.n_micro = self.n_samples = self.weight = self.loss = 0 # the losses are summed, not averaged
+        self.micro,self.is_last = None,False # the current micro-batch, and whether it is expected to be the last
+        self.n_all = self.n_stepped = 0      # samples of all processes, and those of this one that reached the step
+        self.total = self.factor = 1         # what the mean divides by; what the gradients are multiplied by at the end
 
-    @property
-    def is_empty(self): return self.n_dropped==self.n_micro and not self.n_all
-
-@dataclass
-class Fit:
-    "What all windows of a fit share"
-    grads:Gradients     # The gradients of the model, and those that were there before the window
-    nominal:Real=None   # About the weight of the first full window; each loss is divided by it
-    goal:int=None       # The number of batches, or of samples, that fills the first window
-    carried:tuple=(0,0) # Samples and weight of a window whose step was cancelled
-
-# %% ../nbs/core.ipynb #e207cc1a
+# %% ../nbs/core.ipynb #f1af74bf
 @patch
-def before_fit(self:WindowCallback):
-    "Check the set-up, and plan the windows"
+def run(self:Window, i, b, n, is_last):
+    "One micro-batch of `n` samples: the learner's own `one_batch`, as far as the step"
     learn = self.learn
-    if self._depth: return   # a callback validates in the middle of an epoch, or enters the learner
-    self._replace()
-    if learn.lock.locked(): return
-    self._fit = None
-    check_cbs(self); self._check()
-    self.history = []
-    learn.cbs = L(self) + learn.cbs.filter(lambda o: o is not self)   # run before others of the same `order`
-    if not self._in_charge: return
-    check_opt(self); check_model(self); self._read_loss()
-    group = processes(learn.model, self.who)
-    n_procs,dl = num_distrib() if first_of(learn, 'DistributedTrainer') else group.n,check_loader(self, group)
-    if n_procs>1 and group.n==1 and not hasattr(dl, 'world_size'): dl = Part(dl, n_procs)
-    self.group = group
+    if self.is_last: run_after_batch(self.epoch.each)   # of the one before, which seemed to be the last
+    self.micro = m = Micro(n)
+    self.n_micro,self.is_last = self.n_micro+1,is_last
+    self.acc.counts.n_micro += 1
+    learn.one_batch(i, b)
+    if m.end is None and learn.training:
+        raise RuntimeError(f"{self.acc}: a micro-batch has ended without the events of a step, maybe because the "
+                           "learner steps by itself; let it step through `_do_grad_opt`")
+    if m.end=='step': self.epoch.count_metrics()
+    if not is_last: run_after_batch(self.epoch.each)
+
+# %% ../nbs/core.ipynb #435ca6b0
+class AtStep(BaseException): "Ends a micro-batch where the optimizer would step"
+
+@patch
+def events(self:Window, plain, f, event_type, ex, final=noop):
+    "Takes the place of `learn._with_events` in a micro-batch"
+    if not self.learn.training: return plain(f, event_type, ex, final)   # a callback validates
+    if event_type=='batch': return self.until_step(f, ex)
+    if event_type=='backward': f = partial(self.backward, f)
+    if event_type!='step': return plain(f, event_type, ex, final)
+    if self.micro.weight is not None: raise AtStep
+    raise RuntimeError(f"{self.acc}: a callback has cancelled the backward pass (CancelBackwardException). To leave "
+                       "the micro-batch out, raise CancelBatchException before the backward pass")
+
+# %% ../nbs/core.ipynb #61753572
+@patch
+def until_step(self:Window, f, ex):
+    "Run the events of a batch, without those at its end"
+    learn,m = self.learn,self.micro
     try:
-        start = getattr(first_of(learn, 'SkipToEpoch'), '_skip_to', 0)
-        for epoch in reversed(range(start, learn.n_epoch if self._varies else start+1)):
-            self._read_loader(dl, n_procs, epoch)
-    finally: self.group = Alone()
-    learn.accumulate_step = self
-    finder = first_of(learn, 'LRFinder')
-    if finder is None: return
-    learn.n_epoch = finder.num_it//(self.plan.n_windows or 1) + 1   # so that `LRFinder` makes `num_it` steps
-    if n_procs>1: self._kept = InMemory(learn)
-
-@patch
-def _check(self:WindowCallback): "Further checks of a subclass"
-
-@patch
-def before_epoch(self:WindowCallback): self._replace()   # again, if another callback validated in its `before_fit`
-
-@patch
-def before_batch(self:WindowCallback):
-    "Raise an error if the training loop had begun when the callback was added"
-    if self.window is None and self._depth<2 and self._in_charge and self.learn.training:   # `_events` missed the loop
-        raise RuntimeError(f"{self.who}: the callback was added in the middle of an epoch; "
-                           "add it in `before_epoch` or earlier")
-
-# %% ../nbs/core.ipynb #4c1e9807
-@patch(as_prop=True)
-def _varies(self:WindowCallback): return callable(self.n_step) or callable(self.n_samples)
-
-@patch
-def _read_loader(self:WindowCallback, dl, n_procs, epoch):
-    "Plan an epoch; raise an error, or warn, if the settings do not fit the loader"
-    group,bs,self._per = self.group,batch_size(dl),1
-    wanted,name = partial(self._wanted, epoch=epoch),'n_step' if self.n_samples is None else 'n_samples'
-    if name=='n_samples':
-        bs,v = group.common_size(bs),wanted(0.)
-        if bs and v<bs:
-            self._warn_once('bs', f"n_samples={v} is below the batch size {bs}, so every micro-batch is a window. "
-                                  "n_samples counts samples; use n_step to count micro-batches")
-    adds_up = name=='n_samples' and n_procs>1
-    if adds_up and bs: name,self._per = 'n_step',bs*n_procs   # with equal batch sizes, processes can count batches
-    v,by_name = wanted(0.),'n_step' if name=='n_step' else 'goal'
-    agree = group.same_loader if self._varies and name=='n_step' else lambda drop, *o: o
-    self.plan = plan = plan_epoch(dl, **{by_name:wanted if self._varies else v}, drop_last=self.drop_last, agree=agree)
-    if adds_up and name=='n_samples': plan.n_windows = None
-    if plan.counts_batches: held,unit = group.max(len(dl))[0],'micro-batches'
-    else:                   held,unit = group.sum(plan.n_samples or 0)[0]*(n_procs if group.n==1 else 1),'samples'
-    if not held or v<=held: return
-    at = f' at pct={epoch/self.learn.n_epoch:.4g}' if self._varies else ''
-    if plan.drop_last:
-        raise ValueError(f"{self.who}: {name}={v}{at} is more than the {held} {unit} of an epoch and the tail is "
-                         f"dropped, so the optimizer would never step. Lower {name} or pass drop_last=False")
-    self._warn_once('epoch', f"{name}={v}{at} is more than the {held} {unit} of an epoch. "
-                             "A window ends when its epoch ends, so each epoch makes one step")
-
-# %% ../nbs/core.ipynb #e9426202
-@patch
-def _wanted(self:WindowCallback, share, epoch=None):
-    "How many batches, or samples, fill a window that begins when `share` of the epoch has been seen"
-    name,learn = 'n_step' if self.n_samples is None else 'n_samples',self.learn
-    v = f = getattr(self, name)
-    if callable(f):
-        epoch = learn.epoch if epoch is None else epoch
-        pct = 0. if first_of(learn, 'LRFinder') else min(1., (epoch+share)/learn.n_epoch)
-        v = f(pct)
-        if isinstance(v, bool) or not isinstance(v, Integral) or v<1:
-            raise ValueError(f"{self.who}: {name} must return an int of at least 1, got {v!r} at pct={pct:.4g}; "
-                             "to use a fastai schedule f, pass `lambda pct: max(1, round(f(pct)))`")
-    return -(-v//self._per)
-
-# %% ../nbs/core.ipynb #e133ab34
-@patch
-def _replace(self:WindowCallback):
-    if self._replaced is None: self._replaced = Replaced(self.learn, '_with_events', self._events)
-
-# %% ../nbs/core.ipynb #e33d0f24
-@patch
-def _events(self:WindowCallback, f, event_type, ex, final=noop):
-    "Takes the place of `learn._with_events` during a fit"
-    if self._in_micro:
-        if event_type=='batch':    return self._micro_batch(f, ex)
-        if event_type=='backward': return self._backward(f, ex)
-        if event_type=='step':     return self._step(f, ex)
-    if event_type=='fit': return self._around_fit(f, event_type, ex, final)
-    if event_type=='train'    and self._in_charge: f = partial(self._train, f)
-    if event_type=='validate' and self._in_charge and self._cutter: f = partial(self._cutter.validate, f)
-    was,self._in_micro,self._depth = self._in_micro,False,self._depth+1
-    try: return self._replaced.old(f, event_type, ex, final)
-    except BaseException as e:
-        # after these exceptions, fastai will still call `after_fit`
-        goes_on = isinstance(e, CancelFitException) or isinstance(e, CancelEpochException) and event_type!='epoch'
-        if self._depth==1 and not goes_on: self._end()
-        raise
-    finally: self._in_micro,self._depth = was,self._depth-1
-
-@patch
-def _around_fit(self:WindowCallback, *args):
-    "Run the whole fit, and clean up after it, whatever happens"
-    try: return self._replaced.old(*args)
-    finally: self._end()
-
-# %% ../nbs/core.ipynb #b304d877
-@patch
-def _train(self:WindowCallback, all_batches):
-    "Train one epoch, window after window, in the place of `learn.all_batches`"
-    learn = self.learn
-    if learn is None: return all_batches()   # removed in `before_train`
-    if self._fit is None:
-        self._fit,self.counts,self.history = Fit(Gradients(learn)),Counts(),[]
-    self.group = processes(learn.model, self.who)
-    try:
-        with self.group.explained(), self._bars():
-            batches,i = self._planned(),0
-            note_batch_norm(self)
-            for b in batches:
-                if self.plan.is_over:   # the tail is dropped: draw it, and do nothing
-                    self._move_bars()
-                    continue
-                head = [b]
-                del b   # otherwise it would stay in memory until the window ends
-                i += self._train_window(i, chain(_pop(head), batches))
-                if self.learn is None:   # removed: go on without windows
-                    for i,b in enumerate(batches, i): learn.one_batch(i, b)
-                    return
-            # other processes may have more windows; this process takes part in them
-            while self.group.waits and self._train_window(i, iter(())): i += 1
-        self._check_steps()
-    finally:
-        self.group.reset()
-        self.group = Alone()
-
-def _pop(bs): yield bs.pop()
-
-# %% ../nbs/core.ipynb #8627cc12
-@patch
-def _planned(self:WindowCallback):
-    "The batches of the loader; the first one is drawn before the plan is made, so that the sampler has made its choice"
-    it,none = iter(self.learn.dl),object()
-    b = next(it, none)
-    self._read_loss(); self._read_loader(self.learn.dl, self.group.n, self.learn.epoch)
-    nominal = self.group.agree(self.plan, self._gathers_metrics())
-    if self._fit.nominal is None: self._fit.nominal = nominal
-    self.learn.n_iter = self.plan.n_iter
-    return self._drawn(iter(()) if b is none else chain([b], it))
-
-@patch
-def _drawn(self:WindowCallback, batches):
-    "Count the batches that the loader yields"
-    none,plan,counts = object(),self.plan,self.counts
-    b = next(batches, none)
-    while b is not none:
-        if self.learn is not None:   # otherwise the callback was removed
-            n = self._n_of(b)
-            counts.n_samples += n; counts.n_thrown += n; counts.n_micro += plan.is_over
-            plan.draw(n)
-        if plan.batches_drawn!=plan.n_batches: yield b; b = next(batches, none); continue
-        following = next(batches, none)   # nothing, unless the loader yields more batches than its length says
-        plan.ended = following is none
-        yield b
-        b,following = following,none
-
-@patch
-def _n_of(self:WindowCallback, b):
-    "How many samples a batch has"
-    i = getattr(self.learn.dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
-    return count_samples(b[i:], b[:i])
-
-# %% ../nbs/core.ipynb #d877526a
-@patch
-def _train_window(self:WindowCallback, i, batches):
-    "Run window `i`; `False` if it was a dropped tail, or the callback was removed"
-    learn,hypers,cut = self.learn,Hypers(self.learn.opt),self._cutter
-    try:
-        self._fit.grads.open()
-        if cut: win = cut.gather(self, i, batches, hypers)   # a `MicroBatch`
-        else:   win = self._gather(i, batches, hypers)
-        if win is None: return False   # the callback was removed
-        if not (win.closed or win.full or self._is_owed(win)):   # drop the tail
-            self._throw(win)
-            hypers.restore()   # undo what schedulers have set for this window
-            return False
-        learn.iter = i   # needed if this process had no micro-batch
-        if not win.closed: self._step_late(win)
-        if self.learn is None: learn('after_batch')   # removed in the step
-        else: self._after_batch(win)
-        return True
-    except BaseException:
-        if self._fit is not None: self._throw(self.window)
-        raise
-    finally: self.window = None
-
-# %% ../nbs/core.ipynb #02fe1236
-@patch
-def _gather(self:WindowCallback, i, batches, hypers, ran=False):
-    "Run micro-batches until the window is full, or `batches` ends"
-    learn = self.learn
-    self.window = win = Window(hypers, self._wanted(self.plan.begun), ran)
-    if self._fit.goal is None: self._fit.goal = win.goal
-    for b in batches:
-        cut = self._cutter
-        win.n_batches += 1; win.n_of_batch = self._n_of(b)
-        closes = self._closes(win)
-        with closing(cut.parts(b) if cut else _whole(b)) as parts:   # slices of `b`
-            for part,is_last in parts:
-                win.boundary = is_last and closes and self._still_closes(win, part)
-                self.group.sync(win.boundary and not self._late)
-                self._in_micro = True
-                try: learn.one_batch(i, part)
-                finally: self._in_micro = False
-                if self.window is not win: return   # the callback was removed
-                if not win.closed: self._count_metrics(win)
-                if not is_last: self._after_micro_batch(win)
-        self._move_bars()
-        win.full = win.closed or (closes if self._adds_up else self._fills(win))
-        if win.full: break
-        if not self.plan.ended: self._after_micro_batch(win)
-    return win
-
-def _whole(b): yield b,True
-
-# %% ../nbs/core.ipynb #896b510d
-@patch(as_prop=True)
-def _adds_up(self:WindowCallback):
-    "Whether the processes add up their samples to fill a window"
-    return self.group.n>1 and not self.plan.counts_batches
-
-@patch
-def _fills(self:WindowCallback, win, more=0):
-    "Whether the window would be full with `more` samples"
-    return win.n_batches>=win.goal if self.plan.counts_batches else win.n_samples+more>=win.goal
-
-@patch
-def _closes(self:WindowCallback, win):
-    "Whether we know that the window ends with the current batch"
-    plan = self.plan
-    if self._adds_up: return self.group.add_up(plan, win, win.goal, win.n_of_batch, plan.ended)
-    return self._fills(win, win.n_of_batch) or (plan.ended and not plan.drop_last)
-
-@patch
-def _still_closes(self:WindowCallback, win, part):
-    "Whether the window ends with `part`, the last slice of a batch; another slice may have been left out"
-    return self._adds_up or self.plan.ended or self._fills(win, self._n_of(part))
-
-@patch
-def _is_owed(self:WindowCallback, win):
-    "Whether a window that is not full makes a step: because the tail is kept, or because other processes make one"
-    plan,group = self.plan,self.group
-    if not group.waits: return not plan.drop_last
-    return group.go_along(plan, win, win.goal) if plan.n_windows is None else plan.n_done<plan.n_windows
-
-# %% ../nbs/core.ipynb #1b0761cc
-@patch
-def _check_steps(self:WindowCallback):
-    plan = self.plan
-    if plan.drop_last and not plan.n_done and plan.n_drawn:
-        self._warn_once('none', f"an epoch of {plan.n_drawn} samples made no step, because it ended "
-                                "before its first window was full and the tail is dropped")
-
-# %% ../nbs/core.ipynb #46c7459e
-class AtStep(BaseException): "Ends a micro-batch at the place where the optimizer would step"
-
-# %% ../nbs/core.ipynb #3c1125a5
-@patch
-def _micro_batch(self:WindowCallback, f, ex):
-    "Run one micro-batch: `f` is the model, the loss, the backward pass and the step"
-    learn,win = self.learn,self.window
-    win.n_micro += 1; self.counts.n_micro += 1
-    win.micro = Micro(count_samples(learn.yb, learn.xb))
-    try:
-        with win.hypers.once_more() if win.n_micro>1 else nullcontext():
-            learn('before_batch')
-        f()
-        if win.closed: self._cleared(win)
-    except AtStep: win.reached = True
+        learn('before_batch'); f()
+        if not len(learn.yb): m.end = 'no targets'
+    except AtStep: m.end = 'step'
     except ex:
-        if win.closed: self._leave_gradients(win)
+        if m.weight is not None: raise   # too late, its gradient is in
+        m.end = 'cancelled'
         learn('after_cancel_batch')
 
-# %% ../nbs/core.ipynb #327e37fc
+# %% ../nbs/core.ipynb #c4df454f
 @patch
-def after_pred(self:WindowCallback):
-    "Note that the model has run"
-    if self.window is not None: self.window.ran = True
+def backward(self:Window, f):
+    "Add the gradient of the *sum* of this micro-batch's losses"
+    learn,m,acc,epoch = self.learn,self.micro,self.acc,self.epoch
+    weight = self.weigh()
+    if weight:
+        by,loss = weight if epoch.is_mean else 1,learn.loss.detach()
+        if acc.scale is None: acc.scale = weight*epoch.windows.expected/max(m.n, 1) if epoch.averages else 1
+        self.loss = self.loss + loss.to(torch.promote_types(loss.dtype, torch.float32))*by
+        learn.loss_grad = learn.loss_grad*(by/acc.scale)
+        f()
+    m.weight = weight
+    self.n_samples,self.weight = self.n_samples+m.n,self.weight+weight
 
-# %% ../nbs/core.ipynb #30d3b966
+# %% ../nbs/core.ipynb #03e5419d
 @patch
-def _read_loss(self:WindowCallback):
-    "Find out whether the loss is a mean, and whether the gradient of a window is averaged"
-    f,red = self.learn.loss_func,loss_reduction(self.learn.loss_func)
-    if red=='none':
-        raise ValueError(f"{self.who}: the loss has reduction='none', so it does not return one number; "
-                         "set reduction='mean'")
-    self._is_mean = red!='sum'
-    if self.average is not None:   self._averages = self.average
-    elif is_a(self, 'MicroBatch'): self._averages = self._is_mean   # one batch of the loader keeps its sum
-    else:                          self._averages = not sums_by_nature(f)
-    if self.average is None and self._averages and not self._is_mean:
-        self._warn_once('sum', "the loss has reduction='sum', but its gradients are averaged as with reduction='mean'. "
-                               "Set reduction='mean' to avoid this warning, or average=False to keep the sum")
-    base = base_loss(f)   # without targets, the gradient of cross-entropy is 0, and that of other losses NaN
-    has_zeros = isinstance(base, (nn.CrossEntropyLoss,nn.NLLLoss)) and base.weight is None
-    self._can_be_nan = self.weight is not None or not has_zeros
+def weigh(self:Window):
+    "The weight of the current micro-batch: what the mean of its loss divides by"
+    learn,f = self.learn,self.acc.weight or getattr(self.epoch.cut, 'weight', None)
+    with torch.no_grad(): w = (f or partial(loss_weight, learn.loss_func))(learn.pred, *learn.yb)
+    if isinstance(w, (Tensor,np.ndarray,np.number)) and math.prod(w.shape)==1: w = w.item()
+    if type(w) in (int,float) and 0<=w<math.inf: return w
+    raise ValueError(f"{self.acc}: {'weight' if f else 'loss_weight'} must return one finite number of at least 0, "
+                     f"got {w!r}; if it is a tensor with several, return their sum")
 
-# %% ../nbs/core.ipynb #c9f7cad7
+# %% ../nbs/core.ipynb #847487f2
 @patch
-def _weigh(self:WindowCallback):
-    "The weight of the current micro-batch"
-    src = 'loss_weight' if self.weight is None else 'weight'
-    f = self.weight or partial(loss_weight, self.learn.loss_func)
-    with torch.no_grad(): w = f(self.learn.pred, *self.learn.yb)
-    if isinstance(w, (Tensor,np.ndarray)):
-        if math.prod(w.shape)!=1:
-            raise ValueError(f"{self.who}: {src} must return one number, got shape {tuple(w.shape)}; return the sum")
-        if isinstance(w, Tensor) and is_remote(w) and not self._can_be_nan:   # leave it on the GPU, and do not wait
-            return w.detach().reshape(()).to(torch.promote_types(self.learn.loss.dtype, torch.float32))
-        w = w.item()
-    if isinstance(w, bool) or not isinstance(w, Real):
-        raise ValueError(f"{self.who}: {src} must return one number, got {w!r}")
-    if not 0<=w<math.inf:
-        raise ValueError(f"{self.who}: {src} must return a finite number of at least 0, got {w!r}")
-    return w
+def step(self:Window):
+    "Step as the large batch does: with the mean gradient and the mean loss, through fastai's own events"
+    learn,acc,epoch,ps = self.learn,self.acc,self.epoch,parameters(self.learn)
+    self.is_last = True
+    self.n_all,weight,loss = epoch.group.meet(True, ps, self.n_samples, self.weight, self.loss)
+    if not weight:
+        learn.loss = learn.loss if acc.last_loss is None else acc.last_loss
+        return
+    self.total = weight if epoch.averages else 1
+    self.normalise(ps)
+    learn.loss = acc.last_loss = torch.as_tensor(loss/self.total, dtype=learn.loss.dtype, device=learn.loss.device)
+    with lent(learn, _with_events=partial(self.step_events, learn._with_events)):
+        try: getattr(learn, '_do_grad_opt', partial(_grad_opt, learn))()
+        except CancelBatchException: clear_gradients(learn); learn('after_cancel_batch')
 
-# %% ../nbs/core.ipynb #a9adb58b
-@patch
-def _expected(self:WindowCallback, w):
-    "The weight of a full window, if each micro-batch is like the current one but has no ignored targets"
-    ignore,y = getattr(base_loss(self.learn.loss_func), 'ignore_index', None),self.learn.yb[0]
-    if isinstance(ignore, int) and isinstance(y, Tensor) and not y.is_floating_point():
-        kept = (y!=ignore).sum()
-        w = w * y.numel() / (kept.clamp(min=1) if isinstance(w, Tensor) else max(kept.item(), 1))
-    n = self.window.micro.n or 1
-    w = torch.where(w>0, w, n) if isinstance(w, Tensor) else w or n   # any constant is exact, but it must not be 0
-    return w * self.plan.size * ((self.window.n_of_batch or n)/n)
+def _grad_opt(learn):
+    "What older versions of fastai do instead of `_do_grad_opt`"
+    learn._with_events(learn._step, 'step', CancelStepException)
+    learn.opt.zero_grad()
 
-# %% ../nbs/core.ipynb #9a31c821
+# %% ../nbs/core.ipynb #9e3eccf7
 @patch
-def _backward(self:WindowCallback, f, ex):
-    "The backward pass of the current micro-batch, between its events"
-    learn,win,m = self.learn,self.window,self.window.micro
-    if m.dropped: self._leave()
-    if math.prod(learn.loss_grad.shape)!=1:
-        raise ValueError(f"{self.who}: the loss must be one number, got shape {tuple(learn.loss_grad.shape)}; "
-                         "return the mean")
-    w,share,total = self._share()
-    if not isinstance(share, Tensor) and share==0 and self._can_be_nan:
-        if self.group.n>1 or not win.boundary or win.weight: _gradient_is_in(win, w, total); raise AtStep
-        share = 1
-    hook = _hook(learn.loss_grad, win, w, total, share)   # a callback may call `backward` itself
-    def backward():
-        nonlocal hook
-        if hook: hook.remove()   # the callback may also have replaced the loss
-        sums = first(learn.cbs, lambda o: hasattr(type(o), 'summing'))   # this callback multiplies the gradients itself
-        hook = _hook(learn.loss_grad, win, w, total, 1 if sums else share)
-        with sums.summing(share) if sums else nullcontext(): f()
-    try: self._replaced.old(backward, 'backward', ex)
-    finally:
-        if hook: hook.remove()
-        win.averaged = win.boundary and m.counted and not self._late   # the processes have averaged the gradients
+def normalise(self:Window, ps):
+    "Make the sum of the gradients of `ps` their mean, over all processes"
+    grads = [p.grad for p in ps if p.grad is not None]
+    self.factor = (self.acc.scale or self.total)/self.total
+    if grads and self.factor!=1: torch._foreach_mul_(grads, self.factor)
+    self.epoch.group.add_up(ps)
 
 @patch
-def _share(self:WindowCallback):
-    "The weight of the current micro-batch, the factor for its gradient, and the sum of its losses"
-    learn,win,w = self.learn,self.window,self._weigh()
-    loss = learn.loss.detach()
-    if self._fit.nominal is None: self._fit.nominal = self._expected(w)
-    win.last,win.micro.scaled = loss,True
-    by,loss = w if self._is_mean else 1,loss.to(torch.promote_types(loss.dtype, torch.float32))
-    keep = by>0
-    if isinstance(by, Tensor):   # callbacks do not see a NaN
-        total,learn.loss = torch.where(keep, loss*by, 0),torch.where(keep, learn.loss, 0)
-    elif keep: total = loss*by
-    else:      total,learn.loss = torch.zeros_like(loss),torch.zeros_like(learn.loss)
-    return w,by/(self._nominal if self._averages else 1),total
+def step_events(self:Window, plain, f, event_type, ex, final=noop):
+    "Takes the place of `learn._with_events` in `_do_grad_opt`, which finds the backward pass done"
+    def step(): f(); self.n_stepped = self.n_samples
+    if event_type=='backward': return
+    plain(step if event_type=='step' else f, event_type, ex, final)
 
-def _hook(loss, win, w, total, by):
-    "Multiply the gradient of `loss` by `by`, and count the micro-batch"
-    win.micro.weight,win.micro.by = w,by
-    def arrive(g):
-        _gradient_is_in(win, w, total)
-        if isinstance(by, Tensor) or by!=1: return (g*by).to(g.dtype)
-    return loss.register_hook(arrive) if getattr(loss, 'requires_grad', False) else None
+# %% ../nbs/core.ipynb #8219f5eb
+_each = {'HookCallback','CollectDataCallback','ProgressCallback'}
 
-def _gradient_is_in(win, w, total):
-    "Count the micro-batch only once, even if there are several backward passes"
-    m = win.micro
-    if m.counted: return
-    m.counted = True
-    win.weight,win.loss,win.n_samples = win.weight+w,win.loss+total,win.n_samples+m.n
+def wants_each(cb):
+    "Whether a callback has `after_batch` at each micro-batch"
+    names = map(attrgetter('__name__'), type(cb).__mro__)
+    return vars(cb).get('each_micro_batch', getattr(type(cb), 'each_micro_batch', not _each.isdisjoint(names)))
 
-# %% ../nbs/core.ipynb #d172f0dd
+def run_after_batch(cbs):
+    for cb in cbs: cb('after_batch')
+
+# %% ../nbs/core.ipynb #b14ed4db
 @patch
-def _leave(self:WindowCallback):
-    "Cancel the micro-batch, and hide its loss from callbacks"
-    self.learn.loss = torch.zeros_like(self.learn.loss.detach())
-    raise CancelBatchException
-
-# %% ../nbs/core.ipynb #d3473915
-@patch
-def _step(self:WindowCallback, f, ex):
-    "Finish the window, and step; a micro-batch that is not the last one ends here"
-    win = self.window
-    if not win.boundary: raise AtStep
-    self._count_metrics(win)   # with the loss of the micro-batch
-    self._finish(win)
-    self._replaced.old(partial(self._step_once, win, f), 'step', ex)
-
-@patch
-def _finish(self:WindowCallback, win):
-    win.reached = win.closed = win.boundary = True
-    self._average(win)
-
-@patch
-def _step_once(self:WindowCallback, win, step):
-    counts = self.counts
-    step()
-    win.stepped = True
-    counts.n_steps   += 1
-    counts.n_stepped += win.n_samples
-    counts.n_thrown  -= win.n_samples
-    counts.weight = counts.weight+win.weight
-
-# %% ../nbs/core.ipynb #3ead741c
-@patch
-def _average(self:WindowCallback, win):
-    "Divide the gradients by the weight of the window, and set `learn.loss` to its mean loss"
-    fit = self._fit
-    fit.grads.look()   # the model may have new parameters since the window began
-    W,loss = self._totals(win)
-    if win.n_all: self._divide(win, W, loss)
-    fit.grads.join()
-    (more,w),fit.carried = fit.carried,(0,0)
-    win.n_samples += more; win.weight = win.weight+w
-    if self.group.n>1 and not win.n_all: raise CancelBatchException
-
-@patch
-def _divide(self:WindowCallback, win, W, loss):
-    learn,n_procs,grads = self.learn,self.group.n,self._fit.grads
-    last,nominal = learn.loss if win.last is None else win.last,self._nominal
-    if not self._averages: W = 1
-    if isinstance(W, Tensor): factor,loss = torch.where(W>0, nominal/W, 1),torch.where(W>0, loss/W, last)
-    else:                     factor,loss = (nominal/W,loss/W) if W else (1,last)
-    if not isinstance(W, Tensor) and W==0: grads.fill()
-    win.factor = factor*n_procs if self._averages else n_procs   # times n_procs, since the processes average
-    grads.scale(win.factor)
-    dtype = learn.loss.dtype   # several processes need the same one, and this process may have had no loss yet
-    if n_procs>1: dtype = torch.promote_types(next(learn.model.parameters()).dtype, torch.float32)
-    learn.loss = torch.as_tensor(loss, dtype=dtype, device=learn.loss.device)
-
-@patch(as_prop=True)
-def _nominal(self:WindowCallback):
-    "About the weight of the current window when it is full"
-    return self._fit.nominal * (self.window.goal/self._fit.goal)
-
-@patch
-def _totals(self:WindowCallback, win):
-    "The weight and the loss of the window, over all processes"
-    learn,group,cut = self.learn,self.group,self._cutter
-    if group.n>1 and not win.averaged:
-        if cut and cut.bs=='auto': cut.agree(group)
-        scaler = getattr(learn, 'scaler', None)
-        if scaler is not None: scaler.scale(torch.zeros_like(learn.loss))   # the scaler must be used before each step
-        group.average(win.ran)
-    win.n_all,W,loss = group.sum(win.n_samples, win.weight, win.loss)
-    return W,loss
-
-# %% ../nbs/core.ipynb #ba585ee7
-@patch
-def _cleared(self:WindowCallback, win):
-    "Note that `zero_grad` has been called"
-    win.done = True
-    if self._fit is not None: self._fit.grads.cleared()
-
-@patch
-def _leave_gradients(self:WindowCallback, win):
-    "The step was cancelled: leave its gradients for the next one"
-    win.done,fit = True,self._fit
-    if fit is None: return
-    fit.grads.left = True
-    if not win.stepped and any(p.grad is not None for p,_ in fit.grads.params): fit.carried = win.n_samples,win.weight
-
-@patch
-def _throw(self:WindowCallback, win):
-    "Throw a window away: remove what it has added to the gradients"
-    if win is not None and win.done: return
-    if win is not None and win.stepped: self.learn.opt.zero_grad()
-    else: self._fit.grads.throw()
-
-# %% ../nbs/core.ipynb #e275ada3
-@patch
-def _step_late(self:WindowCallback, win):
-    "Make the step when no micro-batch has made it"
-    learn = self.learn
-    if not (win.n_samples or win.reached or self.group.n>1):   # every micro-batch was cancelled
-        win.boundary = win.done = True
-        return self._fit.grads.join()
-    if not win.reached:   # no micro-batch of this process has reached its step
-        for cb in learn.cbs.filter(is_a, name='ParamScheduler'): cb('before_batch')
-    try:
-        self._finish(win)
-        learn._with_events(partial(self._step_once, win, learn._step), 'step', CancelStepException)
-        learn.opt.zero_grad()
-        self._cleared(win)
-    except CancelBatchException:
-        self._leave_gradients(win)
-        learn('after_cancel_batch')
-
-# %% ../nbs/core.ipynb #a29cb252
-def _wants_each(cb):
-    by_default = is_a(cb, 'CollectDataCallback') or is_a(cb, 'HookCallback')
-    return vars(cb).get('each_micro_batch', getattr(type(cb), 'each_micro_batch', by_default))
-
-@patch
-def _after_micro_batch(self:WindowCallback, win):
-    "Run `after_batch` for callbacks that need each micro-batch, but not after the last one: the window does that"
-    win.micro.is_over = True
-    for cb in self.learn.cbs.sorted('order'):
-        if _wants_each(cb): cb('after_batch')
-
-@patch
-def _count_metrics(self:WindowCallback, win):
-    "Let the metrics of the training set see the micro-batch"
-    learn = self.learn
-    if not self._gathers_metrics() or not learn.training or win.micro.dropped or len(learn.yb)==0: return
-    for met in first_of(learn, 'Recorder')._train_mets[1:]: met.accumulate(learn)
-
-@patch
-def _gathers_metrics(self:WindowCallback): return getattr(first_of(self.learn, 'Recorder'), 'train_metrics', False)
-
-# %% ../nbs/core.ipynb #25fec87c
-@patch
-def _after_batch(self:WindowCallback, win):
-    "Run `after_batch` once for the window; if every micro-batch was left out, only the schedule moves"
-    learn,plan,rec,gathers = self.learn,self.plan,first_of(self.learn, 'Recorder'),self._gathers_metrics()
-    had_it = win.n_micro and win.micro.is_over   # these callbacks have had it already: the window ended early
-    def is_due(cb): return isinstance(cb, TrainEvalCallback) if win.is_empty else not (had_it and _wants_each(cb))
-    plan.end()
-    if not win.is_empty:
-        n_stepped = win.n_all if win.stepped else 0
-        self.history.append((self.counts.n_samples*self.group.n, n_stepped, learn.opt.hypers[-1].get('lr')))
-    try:
-        if gathers and learn.training: rec.train_metrics = False   # these metrics have seen each micro-batch already
-        for cb in learn.cbs.sorted('order'):
-            if is_due(cb): cb('after_batch')
-    finally:
-        if gathers: rec.train_metrics = True
-    if plan.varies or plan.n_windows is None: learn.pct_train = (learn.epoch+plan.begun)/learn.n_epoch
-
-# %% ../nbs/core.ipynb #c9495290
-def _progress_bars(learn):
-    cbs = learn.cbs.filter(is_a, name='ProgressCallback')
-    return [cb.pbar for cb in cbs if vars(cb).get('pbar') is not None]
+def count_metrics(self:Epoch):
+    "Let the metrics of the training set see a micro-batch"
+    for met in self.recorder._train_mets[1:] if self.recorder else (): met.accumulate(self.learn)
 
 @patch
 @contextmanager
-def _bars(self:WindowCallback):
-    "Let progress bars count the batches of the loader"
-    def count(bar, update):
-        seen = 0
-        def move(_):
-            nonlocal seen
-            if seen!=self.plan.batches_drawn: seen = self.plan.batches_drawn; update(seen)
-        return Replaced(bar, 'update', move)
-    lent = [count(o, o.update) for o in _progress_bars(self.learn)]
+def no_metrics(self:Epoch):
+    "A context in which these metrics stay as they are"
+    if self.recorder: self.recorder.train_metrics = False
     try: yield
     finally:
-        for o in lent: o.restore()
+        if self.recorder: self.recorder.train_metrics = True
 
+# %% ../nbs/core.ipynb #7624644d
 @patch
-def _move_bars(self:WindowCallback):
-    for o in _progress_bars(self.learn): o.update(self.plan.batches_drawn)
-
-# %% ../nbs/core.ipynb #9b689594
-@patch
-def after_fit(self:WindowCallback):
-    "Put everything back"
-    if self._depth: return
-    if self._kept is not None: self._kept.load()
-    self._end()
-
-@patch
-def _end(self:WindowCallback):
-    "Put everything back, and throw an open window away"
-    if self.window is not None: self._throw(self.window)
-    if self._fit is not None: self._fit.grads.forget()
-    for o in (self._replaced,self._kept):
-        if o is not None: o.restore()
-    self.window = self._fit = self._replaced = self._kept = None
-
-# %% ../nbs/core.ipynb #175014a6
-def _get_learn(self): return vars(self).get('_learn')
-
-def _set_learn(self, v):
-    old = self.learn
-    if v is not None and old is not None and v is not old:
-        raise ValueError(f"{self.who}: this instance is already in another Learner; make a new one for each Learner")
-    if v is None and old is not None:
-        self._end()
-        if sum(o is self for o in old.cbs)>1: return   # it was registered twice, and removed once
-        if vars(old).get('accumulate_step') is self: del old.accumulate_step
-    vars(self)['_learn'] = v
-    if v is not None: self._replace()   # a fit may be running
-
-WindowCallback.learn = property(_get_learn, _set_learn)
-
-# %% ../nbs/core.ipynb #1f91e2c6
-@patch
-def _warn_once(self:WindowCallback, about, msg):
-    warned = vars(self).setdefault('_warned', set())
-    if about in warned: return
-    warned.add(about)
-    warnings.warn(f"{self.who}: {msg}", stacklevel=2)
-
-@patch
-def __call__(self:WindowCallback, event_name):
-    if hasattr(type(self), event_name): return Callback.__call__(self, event_name)   # fastai would also ask the model
+def __str__(self:WindowCallback): return type(self).__name__   # in messages
 
 @patch
 def __repr__(self:WindowCallback):
     pars = inspect.signature(type(self).__init__).parameters.values()
     pars = [o for o in pars if hasattr(type(self), o.name) or o.name in vars(self)]
     args = ', '.join(f'{o.name}={getattr(self, o.name)!r}' for o in pars if getattr(self, o.name)!=o.default)
-    return f'{self.who}({args})'
+    return f'{type(self).__name__}({args})'

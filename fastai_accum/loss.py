@@ -39,8 +39,9 @@ def count_samples(
     other=() # Inputs or predictions, if targets have no row for each sample
 )->int:
     "The number of samples that have the targets `yb`"
-    y,x = (o[0] if _is_list(o) and len(o) else None if _is_list(o) else o for o in (yb,other))
+    y = yb[0] if isinstance(yb, tuple) and len(yb) else yb
     if isinstance(y, (Tensor,np.ndarray)) and y.ndim: return y.shape[0]
+    y,x = (o[0] if _is_list(o) and len(o) else None if _is_list(o) else o for o in (yb,other))
     ny,nx = _sizes(y),_sizes(x)
     if len(ny)==1 and (isinstance(y, Mapping) or ny==nx): return first(ny)
     if _is_list(y) and (not nx or len(y) in nx or _is_list(x) and len(x)==len(y)): return len(y)

@@ -7,26 +7,24 @@ Docs: https://fastai-accum.github.io/fastai_accum/microbatch.html.md"""
 # %% auto #0
 __all__ = ['MicroBatch']
 
-# %% ../nbs/microbatch.ipynb #a5411be7
-import warnings
-from numbers import Integral
+# %% ../nbs/microbatch.ipynb #ae158ef2
+from contextlib import contextmanager
 from fastai.basics import *
-from .core import WindowCallback
-from .refusals import check_weight,first_of,is_a,refuse_unknown
-from .replace import Replaced
+from .core import WindowCallback,clear_gradients
 from .processes import processes
-from .rewind import Buffers,Hidden,RandomState,WindowState,accelerators,is_out_of_memory
-from .slices import leaves,n_rows,slices
-from .wholebatch import whole_batch
-from .windows import batch_size
+from .refusals import check_count,check_flags,check_function,refuse_unknown
+from .replace import lent
+from .rewind import Hidden,ModelState,WindowState,is_out_of_memory
+from .slices import is_array,join,slices,versions
+from .wholebatch import twice
+from .windows import batch_size,n_of
 
-# %% ../nbs/microbatch.ipynb #79c8d310
+# %% ../nbs/microbatch.ipynb #c720d328
 class MicroBatch(WindowCallback):
     "Cut each batch into slices of `bs` samples; the training is the same as with the whole batch"
-    name,who = 'micro_batches','MicroBatch'   # `learn.micro_batch` is the method
-    run_valid = True
-    _rehearsed = None   # with `exact`: what the rehearsals of this fit have found
-    _stateattrs = WindowCallback._stateattrs+('_rehearsed',)
+    # `learn.micro_batch` is the method; `whole`, set by `fastai_accum.exact`, makes the runner of an exact epoch
+    name,cuts,whole = 'micro_batches',True,None
+    _stateattrs = 'window','way'
     def __init__(self,
         bs:int|str='auto', # Samples in a slice; `'auto'` starts with the whole batch, and halves it if memory runs out
         coupled:bool=False, # Show the loss and callbacks the whole batch; the model runs on each slice twice
@@ -37,27 +35,18 @@ class MicroBatch(WindowCallback):
         **kwargs
     ):
         refuse_unknown(MicroBatch, kwargs)
-        if bs!='auto':
-            if isinstance(bs, bool) or not isinstance(bs, Integral) or bs<1:
-                raise ValueError(f"MicroBatch: bs must be an int of at least 1, or 'auto', got {bs!r}")
-            bs = int(bs)
-        for k,v in dict(coupled=coupled, exact=exact, valid=valid).items():
-            if not isinstance(v, bool): raise ValueError(f"MicroBatch: {k} must be True or False, got {v!r}")
-        if split is not None and not callable(split):
-            raise ValueError(f"MicroBatch: split must be a function (batch, bs) -> slices, got {split!r}")
-        check_weight(self.who, weight)
-        if exact and not hasattr(torch, 'get_autocast_dtype'):
-            raise ValueError(f"MicroBatch: exact=True requires PyTorch 2.4 or later, this is {torch.__version__}")
+        if bs!='auto': bs = check_count('MicroBatch', 'bs', bs, "an int of at least 1, or 'auto'")
+        check_flags('MicroBatch', (True,False), coupled=coupled, exact=exact, valid=valid)
+        check_function('MicroBatch', 'split', split, '(batch, bs) -> slices')
+        check_function('MicroBatch', 'weight', weight, '(pred, *yb) -> float')
+        if exact and self.whole is None:
+            raise ValueError("MicroBatch: exact=True requires PyTorch 2.4 or later, and `import fastai_accum.all`")
         store_attr(but='kwargs')
-        self.size         = None      # samples in a slice of the last batch
-        self._failed      = []        # the batches that did not fit, by shape; the next fit remembers them too
-        self._n_told      = 0         # how many of those have been printed
-        self._shapes      = None      # the shapes of one sample of the last batch
-        self._has_said    = False     # whether `exact` has printed how the slices run
-        self._checked     = False     # whether `split` was checked in this fit
-        self._is_recorded = False     # whether callbacks have begun to record the current validation batch
+        self.shows_whole = coupled or exact   # whether callbacks and the loss see the whole batch in training
+        self.n,self.size = None,None   # samples in the batch that is being cut; samples in a slice of the last batch
+        self.fits = {}   # samples in a slice that fits, if a batch does not: in training (`True`) and validation
 
-# %% ../nbs/microbatch.ipynb #86705be5
+# %% ../nbs/microbatch.ipynb #1dc2fc4b
 @patch
 @delegates(MicroBatch)
 def micro_batch(self:Learner,
@@ -66,241 +55,134 @@ def micro_batch(self:Learner,
 )->Learner:
     "Add a `MicroBatch` to the learner; if it has one already, replace that"
     cb = MicroBatch(bs, **kwargs)
-    return self.remove_cbs(self.cbs.filter(lambda o: is_a(o, 'MicroBatch'))).add_cb(cb)
+    return self.remove_cbs(self.cbs.filter(risinstance(MicroBatch))).add_cb(cb)
 
-# %% ../nbs/microbatch.ipynb #6278a944
+# %% ../nbs/microbatch.ipynb #ea445e74
 @patch
-def _check(self:MicroBatch):
-    "Raise an error for a combination that cannot work, or warn about one that has no effect"
+def before_fit(self:MicroBatch):
+    "Refuse what cannot work, too"
     learn = self.learn
-    if self.weight is not None and first_of(learn, 'AccumulateStep'):
-        raise ValueError("MicroBatch: weight has no effect beside an AccumulateStep; pass weight to AccumulateStep")
-    self._checked,self._rehearsed,bs = False,{} if self.exact else None,batch_size(getattr(learn.dls, 'train', None))
-    if self.exact and first_of(learn, 'GradientCheckpointing'):
-        raise ValueError("MicroBatch: exact=True and GradientCheckpointing cannot be combined; "
-                         "remove GradientCheckpointing, since exact=True keeps the activations on the host already")
-    if self.bs!='auto' and bs and self.bs>bs:
-        self._warn_once('size', f"bs={self.bs} is above the batch size {bs} of the loader, so no batch is cut; "
-                                "if you want a step to use more samples than a batch has, add AccumulateStep")
+    super(MicroBatch, self).before_fit()
+    if learn.lock.locked(): return   # a validation
     if hasattr(get_model(learn.model), 'reset') and not Hidden(learn.model).ms:
-        raise ValueError("MicroBatch: the model has a reset(), so it carries a state from one batch to the next, and "
-                         "MicroBatch can cut such a state for fastai's AWD-LSTM only; "
-                         "use a smaller batch size in the loader, and AccumulateStep")
+        raise ValueError("MicroBatch: the model has a reset(), so it carries a state from batch to batch, and only "
+                         "that of AWD-LSTM can be cut; use a smaller batch size in the loader, and AccumulateStep")
+    bs = batch_size(learn.dls.train)
+    if self.bs!='auto' and bs and self.bs>bs:
+        warnings.warn(f"MicroBatch: bs={self.bs} is above the batch size {bs} of the loader, so no batch is cut; "
+                      "if you want a step to use more samples than a batch has, add AccumulateStep", stacklevel=2)
 
-# %% ../nbs/microbatch.ipynb #2e95f6a7
+# %% ../nbs/microbatch.ipynb #8f8ff8ca
 @patch
-def parts(self:MicroBatch, b):
-    "The slices of batch `b`, each with whether it is the last one"
-    learn,b = self.learn,self.learn._set_device(b)
-    self._shapes = self._shape(b)
+def cut(self:MicroBatch, learn, b, bs=None):
+    "The slices of `b`, and the number of samples in each"
+    if bs is None:
+        self.n = n_of(learn.dls, b)
+        self.size = bs = min(self.n, self.fits.get(learn.training, self.n)) if self.bs=='auto' else self.bs
+    parts = (self.split or slices)(b, bs)
+    if self.split: check_slices(learn.dls, b, parts, bs)
+    return parts,[n_of(learn.dls, o) for o in parts]
+
+# %% ../nbs/microbatch.ipynb #8dbfd8af
+def check_slices(dls, b, parts, bs):
+    "Raise an error if a sample of `b` is not in its place in the slices `parts`"
+    n,n_inp = n_of(dls, b),getattr(dls, 'n_inp', max(1, len(b)-1))
+    are_slices = isinstance(parts, (list,tuple)) and all(isinstance(o, (list,tuple)) and len(o)==len(b) for o in parts)
+    sizes = [n_of(dls, o) for o in parts] if are_slices else []
+    targets = [k for k in range(n_inp, len(b)) if is_array(b[k]) and len(b[k])==n]
+    def are_whole(): return sum(sizes)==n and all(torch.equal(torch.cat([o[k] for o in parts]), b[k]) for k in targets)
+    if sizes and (n_inp==len(b) or max(sizes)<=bs and are_whole()): return
+    raise ValueError(f"MicroBatch: split must return slices of at most {bs} samples, each with the {len(b)} elements "
+                     f"of the batch, and together its {n} samples in their order; got {sizes or type(parts).__name__}")
+
+# %% ../nbs/microbatch.ipynb #f9a6efdf
+@patch
+def parts(self:MicroBatch, learn, b):
+    "The micro-batches of batch `b`, each with its samples, and whether it is the last: its slices, or the whole of it"
     if self.shows_whole:
-        was = [RandomState(accelerators(learn.model)),Buffers(learn.model)] if self.exact else []
-        try:
-            with whole_batch(learn, self._cut_inputs, self._rehearsed): yield b,True
-        except GeneratorExit:   # something has failed: if the step has not begun, the batch leaves nothing behind
-            win = (first_of(learn, 'AccumulateStep') or self).window
-            for o in was if win is not None and not win.closed else (): o.restore()
-            raise
-        return self._say()
-    parts,state = self._cut(b),Hidden(learn.model)
-    sizes = [self._n_of(o) for o in parts]
-    for k,part in enumerate(parts):
-        with state.rows(sum(sizes[:k]), sizes[k], sum(sizes)): yield part,k==len(parts)-1
+        with self.sliced(learn): yield b,n_of(learn.dls, b),True
+    else:
+        (parts,sizes),state = self.cut(learn, b),Hidden(learn.model)
+        for k,(part,n) in enumerate(zip(parts, sizes)):
+            with state.rows(sum(sizes[:k]), n, sum(sizes)): yield part,n,k==len(parts)-1
+    self.n = None   # memory that runs out now is that of the loader
 
-@patch(as_prop=True)
-def shows_whole(self:MicroBatch):
-    "Whether callbacks and the loss see the whole batch in training"
-    return self.coupled or self.exact
+# %% ../nbs/microbatch.ipynb #e56dc4e3
+@patch
+@contextmanager
+def around_batches(self:MicroBatch, learn):
+    "For an epoch: choose how the slices run when they show the whole batch, which validation does too"
+    self.way = self.whole(self) if self.exact else twice
+    if learn.training or not self.valid: yield; return
+    with processes(learn.model).silent(),self.sliced(learn): yield
 
 @patch
-def _say(self:MicroBatch):
-    "Print once how the slices run with `exact=True`"
-    if self._has_said or not self._rehearsed: return
-    self._has_said,n = True,len(last(self._rehearsed.values()).norms)
-    how = (f"gives {n} batch norm{'s'*(n>1)} the statistics of the whole batch" if n
-           else "runs each slice twice, because the model has no batch norm")
-    if not rank_distrib(): print(f"MicroBatch: exact=True {how}")
+@contextmanager
+def sliced(self:MicroBatch, learn):
+    "Let the model run slice by slice on the batch of `learn`, while everything else sees the whole batch"
+    with lent(learn.model, forward=partial(self.forward, learn, learn.model.forward)): yield
+
+# %% ../nbs/microbatch.ipynb #c7a39c50
+@patch
+def forward(self:MicroBatch, learn, forward, *xb, **kwargs):
+    "Runs `forward` slice by slice on the batch of `learn`, and as it is on any other input"
+    is_batch = not kwargs and len(xb)==len(learn.xb) and all(a is b for a,b in zip(xb, learn.xb))
+    if not is_batch: return forward(*xb, **kwargs)
+    def run():
+        parts,sizes = self.cut_inputs(learn, xb)
+        if len(parts)<2: return forward(*xb)
+        preds = self.way(learn, forward, xb, parts, sizes, partial(self.cut_inputs, learn))
+        return join(preds, sizes or [find_bs(o) for o in preds])
+    if learn.training: return run()
+    b = *xb,*learn.yb
+    return self.retry(learn, run, [(b,versions(b))], ModelState(learn.model).restore if self.bs=='auto' else None)
 
 @patch
-def _cut_inputs(self:MicroBatch, xb, yb, bs=None):
-    "The slices of a batch with the inputs `xb`, and the number of samples in each"
-    if self.split is None: parts = self._cut(xb, bs); return parts,[n_rows(o) for o in parts]
-    parts = self._cut((*xb, *yb), bs)
-    return parts,[self._n_of(o) for o in parts] if yb else None
+def cut_inputs(self:MicroBatch, learn, xb, bs=None):
+    "The slices of the inputs `xb`, and the number of samples in each; `None` if `split` has no targets to count"
+    parts,sizes = self.cut(learn, (*xb,*learn.yb) if self.split else xb, bs)
+    return [o[:len(xb)] for o in parts],sizes if learn.yb or not self.split else None
 
-# %% ../nbs/microbatch.ipynb #9bea05d0
-def _within(a, b):
-    "Whether samples of the shapes `a` are nowhere larger than samples of the shapes `b`"
-    return len(a)==len(b) and all(len(x)==len(y) and all(i<=j for i,j in zip(x,y)) for x,y in zip(a,b))
-
+# %% ../nbs/microbatch.ipynb #5f4693b4
 @patch
-def _n_inp(self:MicroBatch, b): return getattr(self.learn.dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
+def attempt(self:MicroBatch, epoch, sum_up, batches):
+    "The window `sum_up(batches)`; with `bs='auto'` the same batches in smaller slices, if memory runs out"
+    if self.bs!='auto': return self.retry(epoch.learn, partial(sum_up, batches))
+    learn,acc,seen = epoch.learn,epoch.acc,[]
+    state,scale,n_micro = WindowState(learn, epoch.recorder),acc.scale,acc.counts.n_micro
+    def drawn():
+        yield from [b for b,_ in seen]
+        for b in batches: seen.append((b,versions(b))); yield b
+    def undo():
+        clear_gradients(learn)
+        state.restore()
+        acc.scale,acc.counts.n_micro = scale,n_micro
+    return self.retry(learn, lambda: sum_up(drawn()), seen, undo)
 
+# %% ../nbs/microbatch.ipynb #4a0bfed7
 @patch
-def _shape(self:MicroBatch, b):
-    "The shapes of one sample of the inputs"
-    return [tuple(o.shape[1:]) for _,o in leaves(b[:self._n_inp(b)])]
-
-@patch
-def _size(self:MicroBatch, b):
-    "The number of samples in a slice of `b`"
-    if self.bs!='auto': return self.bs
-    failed = [rows for training,s,rows in self._failed if training>=self.learn.training and _within(s, self._shape(b))]
-    return min([self._n_of(b), *(-(-rows//2) for rows in failed)])
-
-# %% ../nbs/microbatch.ipynb #74658e76
-def _kind(o): return f'{type(o).__name__} of {len(o)}' if isinstance(o, (list,tuple)) else type(o).__name__
-
-@patch
-def _cut(self:MicroBatch, b, bs=None):
-    "The slices of `b`, of `bs` samples if it is given"
-    if bs is None: self.size = bs = self._size(b)
-    if self.split is None: return slices(b, bs)
-    res = self.split(b, bs)
-    is_list = isinstance(res, (list,tuple)) and len(res)
-    bad = [o for o in res if not isinstance(o, (list,tuple)) or len(o)!=len(b)] if is_list else [res]
-    if bad:
-        raise ValueError("MicroBatch: split must return a list of slices, "
-                         f"each with the {len(b)} elements of the batch, got {_kind(bad[0])}")
-    self._check_split(b, res, bs)
+def retry(self:MicroBatch, learn, run, seen=(), undo=None):
+    "`run()`; if memory runs out, `undo` it and run again in smaller slices; `seen` has the batches that it runs on"
+    n = None
+    while True:
+        try: res = run(); break
+        except Exception as e:
+            if undo is None or self.n is None or not is_out_of_memory(e): add_hint(e); raise
+            if self.size==1: refuse(e, "even with one sample at a time; use a smaller model, or GradientCheckpointing")
+            if any(versions(b)!=v for b,v in seen):
+                refuse(e, "and the model or a callback has changed the batch in place; pass a bs, or change a copy")
+            n,self.fits[learn.training] = self.n,-(-self.size//2)
+        undo()   # not sooner, because the error holds the activations
+    if n and not rank_distrib():
+        print(f"MicroBatch: memory ran out{'' if learn.training else ' in validation'}, and batches of {n} are now cut "
+              f"into slices of {self.fits[learn.training]}")
     return res
 
-@patch
-def _check_split(self:MicroBatch, b, parts, bs):
-    "Check that all targets are there and, once in each fit, that they are in order"
-    n_inp,n = self._n_inp(b),self._n_of(b)
-    if not b[n_inp:]: return
-    sizes = [self._n_of(o) for o in parts]
-    if sum(sizes)!=n or max(sizes)>bs:
-        raise ValueError(f"MicroBatch: split must give each of the {n} samples to one slice of at most {bs}, "
-                         f"got slices of {str(sizes):.100}")
-    for k,y in enumerate(b[n_inp:] if not self._checked else (), n_inp):
-        if not (isinstance(y, Tensor) and y.ndim and y.shape[0]==n): continue
-        if not torch.equal(torch.cat([o[k] for o in parts]), y):
-            raise ValueError("MicroBatch: split must keep the order of the samples, "
-                             f"but the slices of batch[{k}], joined in their order, are not batch[{k}]")
-    self._checked = True
+def refuse(e, why): raise RuntimeError(f"MicroBatch: memory ran out, {why}") from e
 
-# %% ../nbs/microbatch.ipynb #7a18d1b3
-@patch
-def gather(self:MicroBatch, acc, i, batches, hypers):
-    "Do what `acc._gather` does, with batches in slices; with `bs='auto'`, halve the slices when memory runs out"
-    try: return self._try(acc, i, batches, hypers) if self.bs=='auto' else acc._gather(i, batches, hypers)
-    except Exception as e: self._explain(e, self.bs=='auto'); raise
-
-@patch
-def _explain(self:MicroBatch, e, tries):
-    "Add a note to the error `e` that says what to do"
-    if not hasattr(e, 'add_note'): return   # before Python 3.11
-    if is_out_of_memory(e) and not tries:
-        e.add_note("MicroBatch: pass a smaller bs, or let bs='auto' with valid=True find one")
-    if 'more than 1 value per channel' in str(e):
-        e.add_note(f"MicroBatch: with slices of {self.size}, one slice has a single sample, and batch norm needs two; "
+# %% ../nbs/microbatch.ipynb #0d2aa8db
+def add_hint(e):
+    "Say in the error `e` what to do"
+    if 'more than 1 value per channel' in str(e) and hasattr(e, 'add_note'):   # since Python 3.11
+        e.add_note("MicroBatch: one slice has a single sample, and batch norm needs two; "
                    "pass a bs that leaves two or more in each slice, or see `to_group_norm` and `BatchNormEval`")
-
-@patch
-def before_train(self:MicroBatch):
-    "Rehearse again in each epoch, and refuse a model that cannot go back"
-    if self._rehearsed: self._rehearsed.clear()
-    group = processes(self.learn.model, self.who)
-    if group.n>1 and not group.waits and self._late:
-        raise ValueError("MicroBatch: coupled=True, exact=True and bs='auto' make more backward passes, "
-            "and a model in fully_shard synchronises the processes in each of them; "
-            "pass bs as a number, without coupled and exact")
-
-# %% ../nbs/microbatch.ipynb #1d71c426
-@patch
-def validate(self:MicroBatch, all_batches):
-    "Do what `all_batches` does, with a model that runs slice by slice"
-    learn = self.learn
-    if learn is None: return all_batches()   # the callback was removed in `before_validate`
-    group = processes(learn.model, self.who)
-    if self.bs=='auto': group.prepare()   # otherwise a process that tries again would send its buffers again
-    with Replaced(learn, 'one_batch', partial(self._one_batch, learn.one_batch)): all_batches()
-    if self.bs=='auto': group.reset()
-
-@patch
-def _one_batch(self:MicroBatch, one_batch, i, b):
-    tries = self.bs=='auto' and self.valid
-    if tries: state,versions = WindowState(self.learn),[]
-    try:
-        if not self.valid: return one_batch(i, b)
-        b = self.learn._set_device(b)
-        if tries: versions = _versions(b)
-        while True:
-            self._is_recorded = False
-            try:
-                with whole_batch(self.learn, self._cut_inputs, self._rehearsed): one_batch(i, b)
-                break
-            except Exception as e:
-                if not tries or not is_out_of_memory(e) or self._is_recorded: raise   # recorded: a metric has failed
-                self._shrink(b, e, versions)
-            state.restore()   # not sooner, because the error holds the activations
-        self._tell(b)
-    except Exception as e: self._explain(e, tries); raise
-
-@patch
-def after_batch(self:MicroBatch):
-    "Note that callbacks begin to record the batch"
-    self._is_recorded = True
-
-# %% ../nbs/microbatch.ipynb #38831e88
-@patch
-def _try(self:MicroBatch, acc, i, batches, hypers):
-    "Do what `acc._gather` does; if memory runs out, do it again for all batches of the window, in smaller slices"
-    learn,seen,versions,group = self.learn,[],[],acc.group
-    if acc._adds_up:
-        raise ValueError("MicroBatch: bs='auto' cannot be used with n_samples when several processes train with "
-                         "batches that vary in size; pass bs as a number, or pass n_step instead of n_samples")
-    state,(nominal,counts) = WindowState(learn),(acc._fit.nominal,dict(vars(acc.counts)))
-    group.prepare()
-    def draw():
-        yield from list(seen)
-        for b in batches: seen.append(b); versions.extend(_versions(b)); yield b
-    self._shapes = None
-    while True:
-        try: win = acc._gather(i, draw(), hypers, ran=group.n>1); break
-        except Exception as e:
-            if not is_out_of_memory(e) or acc.window.closed: raise   # closed: the step has begun
-            self._shrink(seen[acc.window.n_batches-1], e, versions, group)
-        state.restore(); acc._fit.grads.rewind()   # not sooner, because the error holds the activations
-        acc._fit.nominal = nominal
-        for k in 'n_micro','n_dropped': setattr(acc.counts, k, counts[k])
-    if seen: self._tell(seen[-1])
-    return win
-
-def _versions(b): return [(o,o._version) for _,o in leaves(b) if isinstance(o, Tensor)]
-
-# %% ../nbs/microbatch.ipynb #0f5b4440
-@patch
-def _shrink(self:MicroBatch, b, err, versions, group=None):
-    "Note that slices of `b` do not fit; `versions` has each tensor that will be tried again, with its earlier version"
-    rows = self._size(b)
-    if group: group.max(rows)   # the other processes wait for this in `agree`
-    if any(o._version!=version for o,version in versions):
-        raise RuntimeError("MicroBatch: memory ran out, and the batch cannot be tried again in smaller slices, because "
-            "the model or a callback has changed it in place; pass bs as a number, or change a copy") from err
-    if rows==1:
-        tried = sorted({r for _,s,r in self._failed if _within(s, self._shape(b))}, reverse=True)
-        hint = "; if it is the loss that runs out of memory, use a smaller batch, since the loss sees all of it"
-        hint = "Use smaller samples, a smaller model, or GradientCheckpointing" + hint*self.shows_whole
-        raise RuntimeError("MicroBatch: memory runs out even with one sample at a time; tried slices of "
-            f"{', '.join(map(str, [*tried,1]))} of {self._n_of(b)} samples of shape {self._shape(b)[0]}. "
-            + hint) from err
-    self._failed.append((self.learn.training, self._shape(b), rows))
-
-@patch
-def agree(self:MicroBatch, group):
-    "Wait until no process has to go back, and note what did not fit in the others"
-    while rows := group.max(0)[0]:
-        if self._shapes is not None: self._failed.append((True, self._shapes, int(rows)))
-
-# %% ../nbs/microbatch.ipynb #3a5255e1
-@patch
-def _tell(self:MicroBatch, b):
-    "Print the size that was found"
-    if self._n_told==len(self._failed): return
-    self._n_told = len(self._failed)
-    if rank_distrib(): return
-    where,n = '' if self.learn.training else ' in validation',self._n_of(b)
-    print(f"MicroBatch: memory ran out{where}, and batches of {n} are now cut into slices of {self._size(b)}")

@@ -7,44 +7,35 @@ Docs: https://fastai-accum.github.io/fastai_accum/patch.html.md"""
 # %% auto #0
 __all__ = ['turn_on_accumulation', 'turn_off_accumulation', 'accumulation']
 
-# %% ../nbs/patch.ipynb #5d13ba4e
+# %% ../nbs/patch.ipynb #ba1ae54a
 from contextlib import contextmanager
 from functools import wraps
-from types import SimpleNamespace
 from fastai.basics import *
-from .core import AccumulateStep
-from .refusals import is_a
+from .core import AccumulateStep,window_callbacks
 
-# %% ../nbs/patch.ipynb #1633ffb7
+# %% ../nbs/patch.ipynb #a81f9530
+if not hasattr(defaults, 'accumulation'): defaults.accumulation = [SimpleNamespace(kwargs=None)]
+
+def accumulation_settings():
+    "The arguments of the `AccumulateStep` that each fit of each learner gets, or `None`"
+    return defaults.accumulation[-1].kwargs
+
+# %% ../nbs/patch.ipynb #cdb0e41a
 @delegates(AccumulateStep)
 def turn_on_accumulation(
     n_step:int|Callable|None=None, # Micro-batches in a window: a number, or a schedule `pct -> int`
     **kwargs
 ):
     "Accumulate in every fit of every `Learner` that has no `AccumulateStep`; an earlier setting is replaced"
-    if n_step is not None: kwargs['n_step'] = n_step
-    if set(kwargs)<={'average','drop_last','weight'}:
-        raise ValueError("turn_on_accumulation: give n_step, which counts micro-batches, or n_samples, which counts "
-                         "samples; got neither")
-    AccumulateStep(**kwargs)   # raises an error for a wrong argument, and the earlier setting stays
-    on = getattr(defaults, 'accumulation', None)
-    _put_on(SimpleNamespace(settings=kwargs, block=getattr(on, 'block', None)))
+    AccumulateStep(n_step, **kwargs)   # raises an error for a wrong argument, and the earlier setting stays
+    defaults.accumulation[-1].kwargs = dict(n_step=n_step, **kwargs)
 
-def _put_on(on):
-    turn_off_accumulation()
-    on.fit = _accumulating(Learner.fit)
-    defaults.accumulation,Learner.fit = on,on.fit
-
-# %% ../nbs/patch.ipynb #88bb7541
+# %% ../nbs/patch.ipynb #db53f084
 def turn_off_accumulation():
     "Undo `turn_on_accumulation`; do nothing if it is off already"
-    on = getattr(defaults, 'accumulation', None)
-    if not on: return
-    del defaults.accumulation
-    # if other code has wrapped our function since, ours stays inside, and does nothing without settings
-    if Learner.fit is on.fit: Learner.fit = on.fit.__wrapped__
+    defaults.accumulation[-1].kwargs = None
 
-# %% ../nbs/patch.ipynb #540a936a
+# %% ../nbs/patch.ipynb #295d3d6d
 @contextmanager
 @delegates(AccumulateStep)
 def accumulation(
@@ -52,38 +43,29 @@ def accumulation(
     **kwargs
 ):
     "Accumulate in a `with` block, then go back to the earlier setting"
-    before,block = getattr(defaults, 'accumulation', None),SimpleNamespace(is_open=True)
-    block.before = before
-    turn_on_accumulation(n_step, **kwargs)
-    defaults.accumulation.block = block
-    try: yield
-    finally:
-        block.is_open,on = False,getattr(defaults, 'accumulation', None)
-        if on is None or on.block is block: _restore(before)   # but not while a later block is open
+    block = SimpleNamespace(kwargs=None)
+    defaults.accumulation.append(block)
+    try:
+        turn_on_accumulation(n_step, **kwargs)
+        yield
+    finally: defaults.accumulation[:] = [o for o in defaults.accumulation if o is not block]
 
-def _restore(on):
-    "Go back to `on`, the setting before a block; skip settings of blocks that have ended since"
-    while on and getattr(on, 'block', None) and not on.block.is_open: on = on.block.before
-    if on: _put_on(on)
-    else:  turn_off_accumulation()
-
-# %% ../nbs/patch.ipynb #bdf660df
-def _has_own(cbs): return any(is_a(o, 'AccumulateStep') for o in cbs)   # by name, for reloaded modules
-
-# %% ../nbs/patch.ipynb #4a542cb5
+# %% ../nbs/patch.ipynb #d00f882c
 class _OfOneFit(AccumulateStep):
     "The `AccumulateStep` of one fit; after the fit it is not copied or saved with the learner"
     def __reduce_ex__(self, protocol): return super().__reduce_ex__(protocol) if self.learn else (type(None),())
+_OfOneFit.__name__ = 'AccumulateStep'   # in messages
 
-# %% ../nbs/patch.ipynb #48a27287
-def _accumulating(fit):
-    "Wrap `fit` so that it adds an `AccumulateStep` with the settings in `defaults.accumulation`"
-    @wraps(fit)
-    def _fit(self, n_epoch, lr=None, wd=None, cbs=None, *args, **kwargs):
-        on,cbs = getattr(defaults, 'accumulation', None),L(cbs)
-        if not on or _has_own(self.cbs+cbs): return fit(self, n_epoch, lr, wd, cbs, *args, **kwargs)
-        acc = _OfOneFit(**on.settings)
-        try: return fit(self, n_epoch, lr, wd, cbs+[acc], *args, **kwargs)
-        finally:
-            if 'counts' in vars(acc): self.accumulate_step = acc   # fastai has removed it; keep it for its counts
-    return _fit
+# %% ../nbs/patch.ipynb #5c43378f
+_fastais = getattr(Learner.fit, 'fastais', Learner.fit)   # also if this cell runs again
+
+@patch_to(Learner)
+@wraps(_fastais)
+def fit(self, n_epoch, lr=None, wd=None, cbs=None, *args, **kwargs):
+    settings,cbs = accumulation_settings(),L(cbs)
+    has_own = any(not o.cuts for o in L(*self.cbs, *cbs) if hasattr(o, 'train_epoch'))
+    if not settings or has_own: return _fastais(self, n_epoch, lr, wd, cbs, *args, **kwargs)
+    acc = _OfOneFit(**settings)
+    try: return _fastais(self, n_epoch, lr, wd, cbs+[acc], *args, **kwargs)
+    finally: self.accumulate_step = acc   # fastai has removed it; keep it for its counts
+Learner.fit.fastais = _fastais
