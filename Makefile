@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/.installed
 
-.PHONY: help demo test test-all works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-checkpointing bench-noise clean
+.PHONY: help demo test test-all works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-checkpointing bench-noise size clean
 
 help: ## One line for each command
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -15,17 +15,17 @@ $(READY): settings.ini setup.py pyproject.toml
 demo: $(READY) ## Train on digits: the large batch, AccumulateStep, and fastai's callback
 	@$(BIN)/python benchmarks/demo.py
 
-test: $(READY) ## Every notebook and every test but the slow sweeps
+test: $(READY) ## Every notebook, and the tests of the promise
 	OMP_NUM_THREADS=1 $(BIN)/nbdev-test --n-workers 2
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-all: $(READY) ## Every notebook and every test, with the slow sweeps
+test-all: $(READY) ## Every notebook and every test, with those of the corners
 	OMP_NUM_THREADS=1 $(BIN)/nbdev-test --n-workers 2
-	$(BIN)/python -m pytest -m 'slow or not slow'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
 
 works: $(READY) ## Measure what the page "Works with" shows, with the optional packages
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m row --works-with tests/works_with.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/corners -m row --works-with tests/works_with.json
 	$(BIN)/nbdev-test --save nbs/works_with.ipynb
 	$(BIN)/nbdev-clean
 
@@ -58,6 +58,9 @@ experiments: $(READY) ## What the first users of accumulation tried, and other l
 	$(BIN)/python benchmarks/mnist.py
 	$(BIN)/python benchmarks/cifar.py
 	$(BIN)/python benchmarks/others.py
+
+size: $(READY) ## How large the code is, and how many calls a window takes
+	@$(BIN)/python -W ignore benchmarks/size.py
 
 bench: $(READY) ## What accumulation costs in time and memory
 	$(BIN)/python benchmarks/overhead.py

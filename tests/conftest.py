@@ -1,11 +1,15 @@
 import json,sys
 from pathlib import Path
 import pytest,torch
-torch.set_num_threads(1)   # the tensors are tiny, and threads that wait for each other make a busy machine ten times slower
+# corners use the promise's cases
+for o in 'corners','promise': sys.path.insert(0, str(Path(__file__).resolve().parent/o))
+# the tensors are tiny, and threads that wait for each other make a busy machine ten times slower
+torch.set_num_threads(1)
 
 results = {}   # of the rows of the page "Works with", by group and name
 
-def pytest_addoption(parser): parser.addoption('--works-with', metavar='FILE', help='write what the rows of the page "Works with" measured')
+def pytest_addoption(parser):
+    parser.addoption('--works-with', metavar='FILE', help='write what the rows of the page "Works with" measured')
 
 @pytest.fixture
 def works(request):
@@ -20,7 +24,8 @@ def pytest_sessionfinish(session, exitstatus):
     missing = {key(r) for r in all_rows()}-set(results)
     if missing:
         session.exitstatus = 1
-        return print(f'\n{out} is not written, since these rows were not measured (skipped, not selected, or in another process): {sorted(missing)}')
+        return print(f'\n{out} is not written, since these rows were not measured (skipped, not selected, or in '
+                     f'another process): {sorted(missing)}')
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent/'benchmarks'))
     from common import machine
     Path(out).write_text(json.dumps(dict(machine=machine(), rows=list(results.values())), indent=1)+'\n')

@@ -1,21 +1,24 @@
 """Train twice, with the large batch and in micro-batches, and compare everything that a `Learner` does or records.
 
-Everything is float64, with plain `torch.nn` losses: fastai's flattened losses round to float32, which would put a floor of 1e-8 under any comparison.
-`TOL` is a relative error. Sums of the same numbers in another order differ by a few units in the last place (2e-16); the bound leaves three digits for
-optimizers that divide by small numbers."""
+Everything is float64, with plain `torch.nn` losses: fastai's flattened losses round to float32, which would put a
+floor of 1e-8 under any comparison. `TOL` is a relative error. Sums of the same numbers in another order differ by a
+few units in the last place (2e-16); the bound leaves three digits for optimizers that divide by small numbers."""
 from functools import partialmethod
 import pytest
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai_accum.core import *
-from fastai_accum.core import Counts
+from fastai_accum.microbatch import MicroBatch
 
 TOL = 1e-12
 
-needs_exact = pytest.mark.skipif(not hasattr(torch, 'get_autocast_dtype'), reason='MicroBatch(exact=True) needs PyTorch 2.4 or later, as its error says')
-has_dtype   = hasattr(Tensor, 'register_post_accumulate_grad_hook')   # what `GradAccumDtype` needs, which came with PyTorch 2.1
+needs_exact = pytest.mark.skipif(not hasattr(torch, 'get_autocast_dtype'),
+                                 reason='MicroBatch(exact=True) needs PyTorch 2.4 or later, as its error says')
+# what `GradAccumDtype` needs, which came with PyTorch 2.1
+has_dtype   = hasattr(Tensor, 'register_post_accumulate_grad_hook')
 needs_dtype = pytest.mark.skipif(not has_dtype, reason='GradAccumDtype needs PyTorch 2.1 or later, as its error says')
-needs_scaler = pytest.mark.skipif(not hasattr(torch.amp, 'GradScaler'), reason='uses a loss scaler on the CPU, which came with PyTorch 2.3')
+needs_scaler = pytest.mark.skipif(not hasattr(torch.amp, 'GradScaler'),
+                                  reason='uses a loss scaler on the CPU, which came with PyTorch 2.3')
 
 class AvgSmoothLoss64(AvgSmoothLoss):
     "`AvgSmoothLoss` starts from a float32 zero, which float64 losses cannot be mixed with"
@@ -31,7 +34,8 @@ class Spy(Callback):
         if not hasattr(self, 'steps'): self.steps = []
     def before_step(self):
         grads = [None if p.grad is None else p.grad.clone() for p in self.learn.model.parameters()]
-        self.steps.append(dict(grads=grads, hypers=[dict(h) for h in self.opt.hypers], train_iter=self.train_iter, pct_train=self.pct_train))
+        self.steps.append(dict(grads=grads, hypers=[dict(h) for h in self.opt.hypers], train_iter=self.train_iter,
+                               pct_train=self.pct_train))
 
 class Micro(Callback):
     "Counts the micro-batches of an epoch. Without accumulation this is `learn.iter`"
@@ -63,8 +67,8 @@ class EachMicro(Callback):
     "Has `after_batch` at each micro-batch"
     each_micro_batch = True
 
-events = """before_fit before_epoch before_train before_step after_step after_batch after_train before_validate after_validate
-after_epoch after_fit""".split()
+events = """before_fit before_epoch before_train before_step after_step after_batch after_train
+before_validate after_validate after_epoch after_fit""".split()
 orders = -100,-11,-10,0,49,50,51,60,100   # around fastai's own: -10, 50, 60
 
 class Probe(Callback):
@@ -73,7 +77,8 @@ class Probe(Callback):
     def _note(self, event):
         now = vars(self.learn)
         loss = now.get('loss')
-        now.setdefault('seen', []).append([event, self.order, now['training'], *map(now.get, ('epoch','iter','n_iter','train_iter','pct_train')),
+        now.setdefault('seen', []).append([event, self.order, now['training'],
+                                           *map(now.get, ('epoch','iter','n_iter','train_iter','pct_train')),
                                            None if loss is None else loss.item()])
 for e in events: setattr(Probe, e, partialmethod(Probe._note, e))
 def probes(): return [Probe(o) for o in orders]
@@ -87,7 +92,8 @@ class Items:
         if i in self.skip: raise SkipItemException
         return (self.x[i], *(o[i] for o in self.y))
 
-def features(n, d=6, seed=0): return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def features(n, d=6, seed=0):
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 def classes(n, c=3, seed=0): return torch.randint(0, c, (n,), generator=torch.Generator().manual_seed(seed+1))
 def halves(m): return [params(m[0]), params(m[1:])]
 
@@ -103,7 +109,8 @@ def make_dls(n, bs, y=None, drop_last=False, skip=(), shuffle=True, x=None, vali
 
 def make_learner(dls, model=None, loss_func=None, opt_func=Adam, cbs=None, **kwargs):
     kwargs = {**dict(lr=0.02, splitter=halves), **kwargs}
-    learn = Learner(dls, small_model() if model is None else model, loss_func=nn.CrossEntropyLoss() if loss_func is None else loss_func, opt_func=opt_func,
+    learn = Learner(dls, small_model() if model is None else model,
+                    loss_func=nn.CrossEntropyLoss() if loss_func is None else loss_func, opt_func=opt_func,
                     cbs=L(Spy(), Micro()) + L(cbs), **kwargs)
     learn.remove_cb(ProgressCallback)
     learn.recorder.smooth_loss = AvgSmoothLoss64()
@@ -118,14 +125,18 @@ def opt_state(opt):
 def snapshot(learn):
     "Everything that the promise covers, by name"
     rec = learn.recorder
-    res = dict(params=[p.detach().clone() for p in learn.model.parameters()], buffers=list(learn.model.buffers()), opt=opt_state(learn.opt),
-               hypers=[dict(h) for h in learn.opt.hypers], losses=rec.losses, lrs=rec.lrs, values=rec.values, iters=rec.iters, hps=getattr(rec,'hps',{}),
-               final_record=learn.final_record, train_iter=learn.train_iter, pct_train=learn.pct_train, smooth_loss=learn.smooth_loss)
+    res = dict(params=[p.detach().clone() for p in learn.model.parameters()], buffers=list(learn.model.buffers()),
+               opt=opt_state(learn.opt),
+               hypers=[dict(h) for h in learn.opt.hypers], losses=rec.losses, lrs=rec.lrs, values=rec.values,
+               iters=rec.iters, hps=getattr(rec,'hps',{}),
+               final_record=learn.final_record, train_iter=learn.train_iter, pct_train=learn.pct_train,
+               smooth_loss=learn.smooth_loss)
     for k in ('grads','hypers','train_iter','pct_train'): res[f'step.{k}'] = [s[k] for s in learn.spy.steps]
     return res
 
 def rel(a, b, path=''):
-    "The largest relative error of `a` against `b`, however they are nested, and where it is. It is infinite if the structures differ"
+    """The largest relative error of `a` against `b`, however they are nested, and where it is. It is infinite if the
+    structures differ"""
     if isinstance(b, dict):
         if set(a)!=set(b): return math.inf,f'{path}: keys {sorted(a)} for {sorted(b)}'
         return max((rel(a[k], b[k], f'{path}.{k}') for k in b), default=(0.,path))
@@ -152,4 +163,35 @@ def assert_same(a, b, tol=TOL, but=()):
     assert len(b.spy.steps)>0, 'the large batch made no step, so nothing was compared'
     return err
 
-__all__ = [o for o in globals() if not o.startswith(('_','test'))]   # pytest would collect fastcore's `test_eq` and friends
+def is_clean(learn):
+    "No gradient is left, no open window, and nothing that was lent to the learner or its model"
+    assert not any(p.grad.any() for p in learn.model.parameters() if p.grad is not None), 'a gradient is left'
+    assert not {'_with_events','one_batch','all_batches'} & set(vars(learn)) and 'forward' not in vars(learn.model)
+    for cb in learn.cbs: assert getattr(cb, 'window', None) is None, 'a window is open'
+
+def close(a, b, tol=TOL):
+    "Whether `a` is `b` up to `tol`, however they are nested"
+    err,where = rel(a, b)
+    assert err<=tol, f'relative error {err:.2e} at {where}, allowed {tol:.0e}'
+
+def pair(cbs, bs=8, large=32, n=76, fit=lambda l: l.fit_one_cycle(2, 0.02), also=(), dls=None, model=None,
+         drop_last=False, skip=(), y=None, x=None, shuffle=False, **kwargs):
+    '''The learner with the callbacks that `cbs` makes and the one with the large batch, trained by `fit`; both have the
+    callbacks that `also` makes'''
+    res = []
+    for size,own in (bs,cbs),(large,list):
+        data = dls(size) if dls else make_dls(n, size, y, drop_last, skip, shuffle, x)
+        learn = make_learner(data, model and model(), cbs=[*(o for f in L(also) for o in L(f())), *L(own())], **kwargs)
+        torch.manual_seed(1); np.random.seed(1); random.seed(1)
+        fit(learn)
+        res.append(learn)
+    return res
+
+def same(*args, but=(), tol=TOL, **kwargs):
+    "Train the two learners of `pair`, and compare everything"
+    a,b = pair(*args, **kwargs)
+    assert_same(a, b, tol, but)
+    return a,b
+
+# pytest would collect fastcore's `test_eq` and friends
+__all__ = [o for o in globals() if not o.startswith(('_','test'))]

@@ -4,14 +4,15 @@
     def test_gradient_clip(works): works(*pair(GradientClip))
 
 `make works` runs them all and writes `works_with.json`, which the page reads."""
-import fastai,importlib,json,pytest,re
+import fastai,importlib,json,pytest,re,sys
 from harness import *
 
 if tuple(map(int, fastai.__version__.split('.')[:2])) < (2,8):
     pytest.skip(f'the page "Works with" is about fastai 2.8, and this is {fastai.__version__}', allow_module_level=True)
 
 def row(group, name, compared='everything', tol=TOL, note=''):
-    "Mark a test as evidence for a row: `compared` with the large batch up to `tol`; several tests, or cases of one, can share it"
+    """Mark a test as evidence for a row: `compared` with the large batch up to `tol`; several tests, or cases of
+    one, can share it"""
     return pytest.mark.row(group=group, name=name, compared=compared, tol=tol, note=note)
 
 def figure(err): return 'none' if err==0 else f'{err:.0e}' if err<.01 else f'{err:.2g}'   # as the page prints it
@@ -30,7 +31,9 @@ def rows_of(module):
 
 def all_rows():
     "The rows of all tests, each once"
-    modules = [importlib.import_module(p.stem) for p in sorted(Path(__file__).parent.glob('test_with_*.py'))]
+    corners = Path(__file__).resolve().parent/'corners'
+    if str(corners) not in sys.path: sys.path.insert(0, str(corners))
+    modules = [importlib.import_module(p.stem) for p in sorted(corners.glob('test_with_*.py'))]
     return [r for m in modules for r in rows_of(m)]
 
 class Works:
@@ -58,18 +61,23 @@ class Works:
     def refused(self, exc, match):
         "What a user sees where something does not work"
         with pytest.raises(exc, match=match) as e: yield
-        text = ' '.join(f'{e.type.__name__}: {e.value}'.split('. ')[0].split())   # one sentence: PyTorch goes on for a page
-        text = re.sub(r'Exception occured in `\w+` when calling event `\w+`: ', '', text)   # what fastai puts before an error of a callback
+        # one sentence: PyTorch goes on for a page
+        text = ' '.join(f'{e.type.__name__}: {e.value}'.split('. ')[0].split())
+        # what fastai puts before an error of a callback
+        text = re.sub(r'Exception occured in `\w+` when calling event `\w+`: ', '', text)
         self._result()['raises'] = text
         page = committed().get(key(self.row))
-        if page and 'AccumulateStep:' in text and not self.writing: assert text==page['raises'], 'the page shows another error: run `make works`'
+        if page and 'AccumulateStep:' in text and not self.writing:
+            assert text==page['raises'], 'the page shows another error: run `make works`'
 
 def once(learn): learn.fit_one_cycle(2, 0.02)
 
 def pair(cbs=None, n=76, bs=8, n_step=4, fit=once, dls=make_dls, model=None, drop_last=False, matters=False, **kwargs):
-    "`fit` in micro-batches and with the large batch, on what `dls`, `model` and `cbs` make for each; `matters`: without `cbs` it has to be another training"
+    """`fit` in micro-batches and with the large batch, on what `dls`, `model` and `cbs` make for each; `matters`:
+    without `cbs` it has to be another training"""
     def train(bs, acc):
-        learn = make_learner(dls(n, bs, drop_last=drop_last), model=model and model(), cbs=acc + (L(cbs()) if cbs else []), **kwargs)
+        learn = make_learner(dls(n, bs, drop_last=drop_last), model=model and model(),
+                             cbs=acc + (L(cbs()) if cbs else []), **kwargs)
         fit(learn)
         return learn
     a,b = train(bs, [AccumulateStep(n_step)]),train(bs*n_step, [])

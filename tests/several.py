@@ -1,4 +1,5 @@
-"""What several processes train, and what one process trains on the same samples: started by `test_distributed`, once for each number of processes.
+"""What several processes train, and what one process trains on the same samples: started by `test_processes`, once for
+each number of processes.
 
     python several.py RANK WORLD FOLDER CASE..."""
 import os,sys
@@ -7,13 +8,14 @@ from harness import *
 from fastai.distributed import *
 from fastai_accum.patch import *
 from fastai_accum.microbatch import *
+import fastai_accum.all   # for `exact=True`
 from torch.nn.parallel import DistributedDataParallel as DDP
 import torch.distributed as dist
 try:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
-except ImportError: pytest.skip('several processes are tested with `fully_shard` too, which came with PyTorch 2.6', allow_module_level=True)
+except ImportError: pytest.skip('several processes are tested with `fully_shard` too, which came with PyTorch 2.6',
+                                allow_module_level=True)
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from datetime import timedelta
 
@@ -21,7 +23,8 @@ N = 96
 W = torch.tensor([1.,10.,3.]).double()
 
 def cut(world, sizes):
-    "The samples of each micro-batch, for each process. `sizes` is one list for all processes, or a list for each process"
+    """The samples of each micro-batch, for each process. `sizes` is one list for all processes, or a list for each
+    process"""
     sizes = sizes if is_listy(sizes[0]) else [sizes]*world
     res,i = [[] for _ in range(world)],0
     for k in range(max(map(len, sizes))):
@@ -36,66 +39,58 @@ def train(dls, model, cbs=None, loss_func=None, fit=None, opt_func=Adam):
     (fit or (lambda l: l.fit_one_cycle(2, .02)))(learn)
     return learn
 
+def no_batch(cb): raise CancelBatchException
+def leave_out_first(cb):
+    if cb.training and cb.micro.i==0: raise CancelBatchException
+
 class Case:
     "Micro-batches of each process, and how they are trained on"
-    def __init__(self, sizes, n_step=4, y=None, loss_func=None, cbs=None, model=small_model, fit=None, ddp=None, acc=None, left_out=(), leave=None, but=()):
+    def __init__(self, sizes, n_step=4, y=None, loss_func=None, cbs=None, model=small_model, fit=None, ddp=None,
+                 acc=None, left_out=(), leave=None, but=()):
         store_attr()
         self.y = classes(N) if y is None else y
-    def dls(self, idxs): return DataLoaders(DataLoader(batches(idxs, self.y), bs=None), DataLoader(batches([list(range(16))], self.y), bs=None))
+    def dls(self, idxs):
+        return DataLoaders(DataLoader(batches(idxs, self.y), bs=None),
+                           DataLoader(batches([list(range(16))], self.y), bs=None))
     def dropper(self, rank):
         "Leaves out the micro-batches that the case names, in the way that it names"
-        event,f = self.leave or ('after_loss', lambda cb: cb.accumulate_step.drop())
+        event,f = self.leave or ('after_loss', no_batch)
         return Callback(**{event: lambda cb: f(cb) if cb.training and (rank,cb.micro.i) in self.left_out else None})
     def several(self, rank, world):
         "What process `rank` of `world` trains"
-        cbs = [AccumulateStep(**(self.acc or dict(n_step=self.n_step))), self.dropper(rank), *L(self.cbs and self.cbs())]
-        learn = train(self.dls(cut(world, self.sizes)[rank]), DDP(self.model(), **(self.ddp or {})), cbs, self.loss_func, self.fit)
-        assert learn.model.require_backward_grad_sync, 'a loop that is written by hand would not synchronise'
+        cbs = [AccumulateStep(**(self.acc or dict(n_step=self.n_step))), self.dropper(rank),
+               *L(self.cbs and self.cbs())]
+        learn = train(self.dls(cut(world, self.sizes)[rank]), DDP(self.model(), **(self.ddp or {})), cbs,
+                      self.loss_func, self.fit)
+        assert learn.model.require_backward_grad_sync and 'forward' not in vars(learn.model), 'something is left behind'
         return learn
     def windows(self, world):
         "The samples of each window of all processes together"
-        cuts,n,goal = cut(world, self.sizes),self.n_step,(self.acc or {}).get('n_samples')
+        cuts,n = cut(world, self.sizes),(self.acc or {}).get('n_step', self.n_step)
         kept = [[m if (r,j) not in self.left_out else [] for j,m in enumerate(c)] for r,c in enumerate(cuts)]
         at = lambda o, k: [i for c in o for m in c[k:k+1] for i in m]   # samples of the `k`th micro-batches
         res = [[]]
         for k in range(max(map(len, cuts))):
-            full = len(res[-1])+len(at(cuts, k))>=goal if goal else k%n==n-1
             res[-1] += at(kept, k)
-            if full: res.append([])
-        if (self.acc or {}).get('drop_last'): res = res[:-1] if goal else res[:min(map(len, cuts))//n]
+            if k%n==n-1: res.append([])
+        if (self.acc or {}).get('drop_last'): res = res[:-1]
         return [w for w in res if w]
     def alone(self, world):
         "What one process trains on the large batches"
         return train(self.dls(self.windows(world)), self.model(), self.cbs and self.cbs(), self.loss_func, self.fit)
 
-class Sized(Case):
-    "Loaders that have a batch size, another one in each process"
-    def dls(self, idxs):
-        flat,valid = [i for m in idxs for i in m],super().dls(idxs).valid
-        return DataLoaders(DataLoader([(features(N)[i], self.y[i]) for i in flat], bs=len(idxs[0]), shuffle=False), valid)
-
 class Two(nn.Module):
     "A branch that is used only where the first feature of the first sample is positive"
-    def __init__(self): super().__init__(); torch.manual_seed(0); self.a,self.b = nn.Linear(6,3).double(),nn.Linear(6,3).double()
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a,self.b = nn.Linear(6,3).double(),nn.Linear(6,3).double()
     def forward(self, x): return self.a(x)+self.b(x)*(x[:,:1]>.5).double() if (x[:,0]>.5).any() else self.a(x)
 
 class Buffered(nn.Module):
     "A model with a buffer, which the processes exchange in the first forward pass after a step"
     def __init__(self): super().__init__(); self.body = small_model(); self.register_buffer('b', torch.ones(3).double())
     def forward(self, x): return self.body(x)*self.b
-
-def interrupted(learn):
-    "Ctrl-C in `lr_find`, in each process and at a boundary; the next fit trains from there"
-    learn.path = Path(os.environ.get('SEVERAL_PATH', '.'))
-    def stop(cb):
-        if cb.training and cb.train_iter==4: raise KeyboardInterrupt
-    try: learn.fit(4, cbs=[LRFinder(num_it=8), Callback(after_batch=stop)])
-    except KeyboardInterrupt: pass
-    learn.remove_cbs(learn.cbs.filter(lambda o: isinstance(o, LRFinder) or type(o) is Callback))
-    learn.spy.steps = []
-    if isinstance(learn.model, DDP): in_the_middle(learn)
-    learn.fit(2, .02)
-    learn.validate()
 
 def in_the_middle(learn):
     "Ctrl-C between two boundaries: a loop that is written by hand synchronises again"
@@ -105,29 +100,6 @@ def in_the_middle(learn):
         try: learn.fit(1)
         except KeyboardInterrupt: pass
     assert learn.model.require_backward_grad_sync
-
-def unsaved(learn):
-    "An error before `LRFinder` begins: what is saved then is on the disk"
-    def stop(cb): raise ValueError('not now')
-    learn.path = Path(os.environ.get('SEVERAL_PATH', '.'))
-    with learn.added_cbs([LRFinder(num_it=3), Callback(before_fit=stop)]):
-        try: learn.fit(1)
-        except ValueError: pass
-    learn.save('kept')
-    assert rank_distrib() or (learn.path/'models'/'kept.pth').exists()
-    learn.fit(1, .02)
-
-def partly(learn):
-    "The optimizer holds the first layer only"
-    learn.splitter = lambda m: [params(m)[:2]]
-    learn.fit_one_cycle(2, .02)
-
-class SkipsFirst(Callback):
-    "The first step is cancelled after its gradients are finished, and the next step uses them too"
-    run_valid = False
-    def before_fit(self): self.skipped = False
-    def before_step(self):
-        if not self.skipped: self.skipped = True; raise CancelBatchException
 
 class Validates(EachMicro):
     "Validates in the middle of a window, and restores what fastai's `validate` changes"
@@ -167,7 +139,7 @@ def cut_unequally(learn):
         if cb.training and cb.micro.i==1: raise CancelTrainException
     if isinstance(learn.model, DDP):
         cbs = [Callback(before_batch=stop)]
-        if rank_distrib()==0: cbs.append(Callback(before_batch=lambda cb: cb.accumulate_step.drop() if cb.training and cb.micro.i==0 else None))
+        if rank_distrib()==0: cbs.append(Callback(before_batch=leave_out_first))
         learn.fit(1, .02, cbs=cbs)
     learn.spy.steps = []
     learn.fit(1, .02)
@@ -176,10 +148,7 @@ def with_train_metrics(learn):
     learn.recorder.train_metrics,learn.metrics = True,accuracy
     learn.fit(1, .02)
 
-def no_batch(cb): raise CancelBatchException
-def no_backward(cb): raise CancelBackwardException
 def flat(learn): learn.fit(2, .02)
-of_unknown = dict(fit=flat, but=['step.pct_train'])   # the number of windows is not known, and the schedule goes by micro-batches
 
 def ignored(*which): y = classes(N); y[[i for w in which for i in w]] = -100; return y
 def of_class_0(*which): y = classes(N).clamp(min=1); y[[i for w in which for i in w]] = 0; return y
@@ -188,62 +157,39 @@ def find(learn, **kwargs):
     learn.path = Path(os.environ.get('SEVERAL_PATH', '.'))
     learn.lr_find(show_plot=False, suggest_funcs=None, **{**dict(num_it=12, stop_div=False), **kwargs})
     learn.fit(1, .02)
-diverge = partial(find, start_lr=1e-3, end_lr=1e3, num_it=40, stop_div=True)
 
 cases = dict(
     even          = Case([4]*8),
     tail          = Case([4]*6),
     one_window    = Case([4]*2),
     events        = Case([4]*6, cbs=probes),
-    events_long   = Case([[4]*5, [4]*4, [4]*4], cbs=probes),
     events_weighed= Case([[1,7,2,5,3], [6,1,4,2,2], [3,3,1,1,5]], cbs=probes, loss_func=nn.CrossEntropyLoss(weight=W)),
     early_valid   = Case([4]*6, cbs=ValidatesEarly),
-    no_recorder   = Case([[4]*5, [4]*4, [4]*4], fit=without_recorder),
+    no_recorder   = Case([4]*6, fit=without_recorder),
     no_accum      = Case([4]*3, n_step=1),
     uneven        = Case([[1,7,2,5,3], [6,1,4,2,2], [3,3,1,1,5]]),
     weighted      = Case([4]*6, loss_func=nn.CrossEntropyLoss(weight=W)),
-    not_held      = Case([[4]*7, [4]*4], loss_func=nn.CrossEntropyLoss(weight=W), fit=partly, cbs=lambda: GradientClip(.1)),
     one_is_empty  = Case([4]*4, y=ignored(range(0,4), range(12,16), range(8,12))),
-    all_ignored   = Case([2]*4, n_step=2, y=ignored(range(0,12))),
-    longer        = Case([[4]*5, [4]*4, [4]*4]),
-    shorter       = Case([[4]*4, [4]*5, [4]*5]),
-    much_longer   = Case([[2]*9, [2]*3, [2]*1]),
     dropped       = Case([4]*6, left_out={(0,1),(1,2)}),
     dropped_last  = Case([4]*8, left_out={(0,3),(1,7)}),
     dropped_all   = Case([4]*8, left_out={(1,0),(1,1),(1,2),(1,3)}),
     clip          = Case([4]*6, cbs=lambda: GradientClip(.1)),
     kept_sum      = Case([4]*6, loss_func=nn.CrossEntropyLoss(reduction='sum'), acc=dict(n_step=4, average=False)),
     unused        = Case([4]*6, model=Two, ddp=dict(find_unused_parameters=True)),
-    unused_long   = Case([[4]*5, [4]*4, [4]*4], model=Two, ddp=dict(find_unused_parameters=True)),
     unused_drop   = Case([4]*8, model=Two, ddp=dict(find_unused_parameters=True), left_out={(0,3),(1,7)}),
     static        = Case([4]*6, ddp=dict(static_graph=True)),
-    static_long   = Case([[4]*5, [4]*4, [4]*4], ddp=dict(static_graph=True)),
-    find_then_fit = Case([4]*6, fit=lambda l: interrupted(l)),
     short_epoch   = Case([2]*12, n_step=1, fit=lambda l: l.fit(2, .02), cbs=lambda: ShortEpochCallback(.4)),
-    lr_find       = Case([4]*6, fit=find),
-    lr_find_stops = Case([4]*6, fit=diverge),
-    sized         = Case([[1,7,2,5,3,4], [6,1,4,2,2,1], [3,3,1,1,5,2]], acc=dict(n_samples=9), **of_unknown),
-    sized_long    = Case([[1,7,2,5,3,4,1,1], [6,1,4], [3]], acc=dict(n_samples=9), **of_unknown),
-    sized_short   = Case([[3], [1,7,2,5,3,4,1,1], [6,1,4]], acc=dict(n_samples=9), **of_unknown),
-    sized_tail    = Case([[4,4,4,1], [3,3,3,3], [1,1,1,1]], acc=dict(n_samples=12, drop_last=True), fit=flat, but=['step.pct_train','pct_train']),
-    sized_drop    = Case([[1,7,2,5,3,4], [6,1,4,2,2,1]], acc=dict(n_samples=9), **of_unknown, left_out={(0,1),(1,2),(0,5)}),
-    sized_drop_all= Case([3]*6, acc=dict(n_samples=12), **of_unknown, left_out={(r,k) for r in range(3) for k in (0,1)}),
-    sized_other   = Sized([[4]*5, [2]*5, [1]*5], acc=dict(n_samples=20), **of_unknown),
-    early_drop    = Case([4]*8, left_out={(0,3),(1,5)}, leave=('before_batch', lambda cb: cb.accumulate_step.drop())),
-    buffers_drop  = Case([4]*8, model=Buffered, left_out={(0,3),(1,4),(1,5),(1,6),(1,7)}, leave=('before_batch', lambda cb: cb.accumulate_step.drop())),
-    no_backward   = Case([4]*8, left_out={(0,3),(1,5)}, leave=('before_backward', no_backward)),
-    late_start    = Case([4]*8, left_out={(1,k) for k in range(4)}, leave=('before_batch', no_batch)),
-    drop_uneven   = Case([[4]*8, [4]*4, [4]*5], acc=dict(n_step=4, drop_last=True)),
-    validates     = Case([[1,7,2,5,3,4], [6,1,4,2,2,1]], cbs=Validates, fit=flat, but=['step.pct_train','step.train_iter','pct_train','losses','lrs','hps','smooth_loss']),
+    early_drop    = Case([4]*8, left_out={(0,3),(1,5)}, leave=('before_batch', no_batch)),
+    buffers_drop  = Case([4]*8, model=Buffered, left_out={(0,3),(1,4),(1,5),(1,6),(1,7)}),
+    validates     = Case([[1,7,2,5,3,4], [6,1,4,2,2,1]], cbs=Validates, fit=flat,
+                         but=['step.pct_train','step.train_iter','pct_train','losses','lrs','hps','smooth_loss']),
     unused_never  = Case([4]*8, model=Never, ddp=dict(find_unused_parameters=True), left_out={(1,k) for k in range(4)}),
-    static_unused = Case([[4]*5, [4]*4, [4]*4], ddp=dict(find_unused_parameters=True, static_graph=True)),
+    static_unused = Case([4]*6, ddp=dict(find_unused_parameters=True, static_graph=True)),
     cut_unequally = Case([4]*8, model=Buffered, fit=cut_unequally),
-    rank_weighs_0 = Case([4]*4, loss_func=nn.CrossEntropyLoss(weight=tensor([0.,1.,3.]).double()), y=of_class_0(range(4,8), range(12,16), range(20,24), range(28,32))),
-    sized_buffers = Case([[1,7,2,5,3,4,1,1], [6,1,4], [3]], acc=dict(n_samples=9), **of_unknown, model=Buffered),
+    rank_weighs_0 = Case([4]*4, loss_func=nn.CrossEntropyLoss(weight=tensor([0.,1.,3.]).double()),
+                         y=of_class_0(range(4,8), range(12,16), range(20,24), range(28,32))),
     train_metrics = Case([4]*6, fit=with_train_metrics),
-    carried       = Case([2]*12, cbs=SkipsFirst, left_out={(r,k) for r in range(3) for k in range(4,8)}, fit=flat, but=['step.pct_train','step.train_iter','pct_train']),
-    buffers       = Case([[4]*5, [4]*4, [4]*4], model=Buffered),
-    buffers_long  = Case([[2]*9, [2]*3, [2]*1], model=Buffered),
+    buffers       = Case([4]*6, model=Buffered),
 )
 
 def cpu_broadcast(self, t, rank):
@@ -258,22 +204,28 @@ class Overflow(Callback):
     def after_backward(self):
         acc = getattr(self.learn, 'accumulate_step', None)
         alone = acc is None and self.epoch==0 and self.iter==1
-        if alone or (acc and self.epoch==0 and self.micro.i==5 and os.environ.get('RANK')=='1'): next(self.model.parameters()).grad[0,0] = math.inf
+        if alone or (acc and self.epoch==0 and self.micro.i==5 and os.environ.get('RANK')=='1'):
+            next(self.model.parameters()).grad[0,0] = math.inf
 
 class InContext(Case):
-    "fastai's `distrib_ctx`, which splits the samples of one loader over the processes. It repeats samples if their number cannot be divided evenly"
+    """fastai's `distrib_ctx`, which splits the samples of one loader over the processes. It repeats samples if their
+    number cannot be divided evenly"""
     leave,but = None,()
-    def __init__(self, bs, n=N, drop_last=False, n_step=4, fit=None, acc=None, patch=False, cbs=None, then=None, torch_dl=False, left_out=()):
+    def __init__(self, bs, n=N, drop_last=False, n_step=4, fit=None, acc=None, patch=False, cbs=None, then=None,
+                 torch_dl=False, left_out=()):
         store_attr()
         self.y,self.loss_func,self.model = classes(N),None,small_model
     def several(self, rank, world):
         DistributedDL._broadcast = cpu_broadcast
-        cbs = [*([] if self.patch else [AccumulateStep(**(self.acc or dict(n_step=self.n_step)))]), *L(self.cbs and self.cbs())]
+        cbs = [*([] if self.patch else [AccumulateStep(**(self.acc or dict(n_step=self.n_step)))]),
+               *L(self.cbs and self.cbs())]
         dls = make_dls(self.n, self.bs, self.y[:self.n], self.drop_last, shuffle=False, x=features(N)[:self.n])
-        if self.torch_dl: dls.loaders[0] = torch.utils.data.DataLoader(dls.train.dataset, self.bs, drop_last=self.drop_last)
+        if self.torch_dl:
+            dls.loaders[0] = torch.utils.data.DataLoader(dls.train.dataset, self.bs, drop_last=self.drop_last)
         learn,loader = make_learner(dls, splitter=trainable_params, cbs=[*cbs, self.dropper(rank)]),dls.train
-        with learn.distrib_ctx(cpu=True, sync_bn=False), accumulation(self.n_step) if self.patch else nullcontext(): (self.fit or once)(learn)
-        assert not isinstance(learn.model, DDP) and learn.dls.train is loader and 'save' not in vars(learn), 'the context has left something behind'
+        with learn.distrib_ctx(cpu=True, sync_bn=False), accumulation(self.n_step) if self.patch else nullcontext():
+            (self.fit or once)(learn)
+        assert not isinstance(learn.model, DDP) and learn.dls.train is loader, 'the context has left something behind'
         if self.then: self.then(learn)   # each process by itself
         return learn
     def alone(self, world):
@@ -286,14 +238,15 @@ class InContext(Case):
         each,(bs,k) = -(-self.n//world),(self.bs,self.n_step)
         idxs = (list(range(self.n))*2)[:each*world]
         n = each//bs//k*k*bs if self.drop_last else each
-        parts = [[i if (r,j//bs) not in self.left_out else None for j,i in enumerate(idxs[r*each:(r+1)*each])] for r in range(world)]
+        parts = [[i if (r,j//bs) not in self.left_out else None for j,i in enumerate(idxs[r*each:(r+1)*each])]
+                 for r in range(world)]
         return [[i for p in parts for i in p[w:min(w+k*bs,n)] if i is not None] for w in range(0, n, k*bs)]
 
 def grows(pct): return 1 if pct<.3 else 2 if pct<.6 else 3
-def samples_grow(pct): return 8 if pct<.3 else 20
 class Scheduled(Case):
     "Windows on a schedule, against one process whose batches are those of all processes together"
-    def __init__(self, *args, acc=None, **kwargs): super().__init__(*args, n_step=1, acc=acc or dict(n_step=grows), **kwargs)
+    def __init__(self, *args, acc=None, **kwargs):
+        super().__init__(*args, n_step=1, acc=acc or dict(n_step=grows), **kwargs)
     def alone(self, world):
         acc,self.acc = self.acc,None
         dls,self.acc = self.dls(self.windows(world)),acc
@@ -306,13 +259,10 @@ class ScheduledInContext(InContext):
 
 cases.update(
     sched          = Scheduled([4]*8),
-    sched_uneven   = Scheduled([[4]*5, [4]*4, [4]*4]),
     sched_weighted = Scheduled([4]*8, loss_func=nn.CrossEntropyLoss(weight=W)),
     sched_drop     = Scheduled([4]*8, acc=dict(n_step=lambda pct: 3, drop_last=True)),
-    sched_adds_up  = Scheduled([[1,7,2,5,3,4], [6,1,4,2,2,1]], acc=dict(n_samples=samples_grow), **of_unknown),
     ctx_sched      = ScheduledInContext(4, n=96, n_step=1, acc=dict(n_step=grows)),
     ctx_sched_odd  = ScheduledInContext(4, n=80, n_step=1, acc=dict(n_step=grows)),
-    ctx_sched_n    = ScheduledInContext(4, n=96, n_step=1, acc=dict(n_samples=samples_grow)),
 )
 
 class Messages(EachMicro):
@@ -320,7 +270,8 @@ class Messages(EachMicro):
     order,run_valid = -2000,False
     def before_fit(self):
         self.learn.seen,self.sent = [],[]
-        if isinstance(self.model, DDP): self.model.register_comm_hook(None, allreduce_hook)   # goes through `all_reduce`, where it is counted
+        # goes through `all_reduce`, where it is counted
+        if isinstance(self.model, DDP): self.model.register_comm_hook(None, allreduce_hook)
         self.old,dist.all_reduce = dist.all_reduce,self.all_reduce
     def all_reduce(self, t, *args, **kwargs):
         self.sent.append(t.nbytes)
@@ -332,7 +283,6 @@ class Messages(EachMicro):
     def after_fit(self): dist.all_reduce = self.old
 
 cases['messages'] = Case([4]*8, cbs=Messages, fit=lambda l: l.fit(1, .02))
-cases['messages_sized'] = Case([3,5,4,2], cbs=Messages, acc=dict(n_samples=16), fit=lambda l: l.fit(1, .02), but=['step.pct_train'])
 cases.update(
     ctx           = InContext(4),
     ctx_tail      = InContext(4, n=90),
@@ -340,27 +290,15 @@ cases.update(
     ctx_drop      = InContext(4, n=90, drop_last=True),
     ctx_drop_odd  = InContext(4, n=59, n_step=2, drop_last=True),
     ctx_patch     = InContext(4, n=90, patch=True),
-    ctx_find      = InContext(4, n=90, fit=find),
     ctx_samples   = InContext(4, n=90, n_step=3, acc=dict(n_samples=20)),
     ctx_torch     = InContext(4, n=90, drop_last=True, torch_dl=True),
     ctx_drop_63   = InContext(4, n=63, n_step=2, drop_last=True),
-    ctx_amp_empty = InContext(4, n=90, cbs=lambda: OnCpu(init_scale=2.**10, growth_interval=2), left_out={(1,0),(1,1),(1,2),(1,3)}),
     ctx_after     = InContext(4, n=90, fit=lambda l: (l.fit(1, .02), l.fit_one_cycle(1, .02))),
     ctx_scaler    = InContext(4, n=90, cbs=lambda: [OnCpu(init_scale=2.**10, growth_interval=2), GradientClip(.1)]),
     ctx_overflow  = InContext(4, n=90, cbs=lambda: [OnCpu(init_scale=2.**10, growth_interval=2), Overflow()]),
     ctx_then      = InContext(4, n=88, then=lambda l: l.fit_one_cycle(1, .02)),
-    ctx_unsaved   = InContext(4, n=90, fit=unsaved),
     ctx_clip      = InContext(4, n=90, cbs=lambda: GradientClip(.1)),
 )
-
-class Sharded(Case):
-    "A model in `fully_shard`"
-    def several(self, rank, world):
-        model = fully_shard(self.model(), mesh=init_device_mesh('cpu', (world,)))
-        learn = train(self.dls(cut(world, self.sizes)[rank]), model, [AccumulateStep(self.n_step), *L(self.cbs and self.cbs())], self.loss_func, self.fit)
-        model.reshard()   # validation leaves it whole
-        assert all(isinstance(p, DTensor) for p in model.parameters())
-        return learn
 
 def cut_short(learn):
     "A fit that is cancelled in the middle of a window, and one that is not"
@@ -371,20 +309,17 @@ def cut_short(learn):
     learn.fit(1, .02)
 
 cases.update(
-    shards           = Sharded([4]*8),
-    shards_tail      = Sharded([4]*6),
-    shards_uneven    = Sharded([[1,7,2,5,3], [6,1,4,2,2]]),
-    shards_weighted  = Sharded([4]*6, loss_func=nn.CrossEntropyLoss(weight=W)),
-    shards_cut_short = Sharded([4]*8, fit=cut_short),
     cut_short        = Case([4]*8, fit=cut_short),
 )
 
 class Full(nn.Module):
     "Runs out of memory in process 1, in the second epoch, when it sees more than two samples"
-    def __init__(self): super().__init__(); self.body = Buffered(); self.n = 0
+    def __init__(self): super().__init__(); self.body = Buffered(); self.n = self.n_full = 0
     def forward(self, x):
         self.n += 1
-        if os.environ.get('RANK')=='1' and self.training and self.n>10 and len(x)>2: raise RuntimeError('CUDA out of memory')
+        if os.environ.get('RANK')=='1' and self.training and self.n>10 and len(x)>2:
+            self.n_full += 1
+            raise RuntimeError('CUDA out of memory')
         return self.body(x)
 
 class FullInValidation(Buffered):
@@ -402,24 +337,21 @@ class Cut(Case):
         return learn
     def several(self, rank, world):
         learn = super().several(rank, world)
-        if self.model is Full: assert learn.micro_batches._failed, 'memory has not run out, so nothing was tried'
+        if self.model is Full: assert learn.model.module.n_full or not int(os.environ['RANK']), 'memory has not run out'
         return learn
 
 cases.update(
     cut          = Cut([[1,7,2,5,3], [6,1,4,2,2], [3,3,1,1,5]], cbs=lambda: MicroBatch(2)),
     cut_coupled  = Cut([[1,7,2,5,3], [6,1,4,2,2], [3,3,1,1,5]], cbs=lambda: MicroBatch(2, coupled=True)),
-    cut_buffers  = Cut([[2]*9, [6]*3, [5]*1], model=Buffered, cbs=lambda: MicroBatch(2)),
-    cut_long     = Cut([[2]*9, [6]*3, [5]*1], model=Buffered, cbs=lambda: MicroBatch(2, coupled=True)),
-    cut_sized    = Cut([[1,7,2,5,3,4,1,1], [6,1,4], [3]], cbs=lambda: MicroBatch(2), acc=dict(n_samples=9), model=Buffered, **of_unknown),
     auto         = Cut([4]*8, cbs=lambda: MicroBatch(), model=Full),
     auto_coupled = Cut([4]*8, cbs=lambda: MicroBatch(coupled=True), model=Full),
-    auto_long    = Cut([[4]*9, [4]*7, [4]], n_step=2, cbs=lambda: MicroBatch(), model=Full),
     auto_valid   = Cut([4]*8, cbs=lambda: MicroBatch(), model=FullInValidation),
 )
 
 def normed():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6,8,bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(.2), nn.Linear(8,3)).double()
+    return nn.Sequential(nn.Linear(6,8,bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(.2),
+                         nn.Linear(8,3)).double()
 
 class Exact(Case):
     "Each process's batch norm and dropout see its own whole batches, in slices or not"
@@ -436,39 +368,53 @@ cases.update(
     exact_uneven = Exact([[8,5,8], [4,7,4], [2,4,8]]),
 )
 
-def whole(o):
-    "Put tensors together of which each process has a part"
-    if isinstance(o, DTensor): return o.full_tensor()
-    if isinstance(o, dict): return {k:whole(v) for k,v in o.items()}
-    return type(o)(whole(v) for v in o) if isinstance(o, (list,tuple)) else o
-
 def result(learn):
-    "What is compared. `values` are left out, since a `DistributedDL` validates on other batches, and so are counts of micro-batches"
+    """What is compared. `values` are left out, since a `DistributedDL` validates on other batches, and so are counts
+    of micro-batches"""
     but = 'buffers','iters','final_record','values','train_iter'
-    return dict({k:whole(v) for k,v in snapshot(learn).items() if k not in but}, n_steps=len(learn.spy.steps), seen=getattr(learn, 'seen', None))
+    return dict({k:v for k,v in snapshot(learn).items() if k not in but}, n_steps=len(learn.spy.steps),
+                seen=getattr(learn, 'seen', None))
 
 def main(rank, world, folder, *names):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR='127.0.0.1', MASTER_PORT='0')
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR='127.0.0.1',
+                      MASTER_PORT='0')
     os.environ['SEVERAL_PATH'] = f'{folder}/{rank}'
     torch.set_num_threads(1)
-    dist.init_process_group('gloo', f'file://{folder}/store', timedelta(seconds=30), world, rank)   # a file: no port that may be taken
+    # a file: no port that may be taken
+    dist.init_process_group('gloo', f'file://{folder}/store', timedelta(seconds=30), world, rank)
     for nm in names:
         print(rank, nm, flush=True)
         torch.save(result(cases[nm].several(rank, world)), f'{folder}/{nm}.{rank}')
     dist.barrier()   # or one may end while another still listens to it
     dist.destroy_process_group()
 
-cases['static_drop'] = Case([4]*8, ddp=dict(static_graph=True), left_out={(1,0)})
-cases['auto_sized'] = Cut([[1,7,2,5,3,4,1,1], [6,1,4,3,3]], cbs=lambda: MicroBatch(), acc=dict(n_samples=9))
+class Sharded(Case):
+    "A model in `fully_shard`, which is refused"
+    def several(self, rank, world):
+        model = fully_shard(self.model(), mesh=init_device_mesh('cpu', (world,)))
+        return train(self.dls(cut(world, self.sizes)[rank]), model, AccumulateStep(self.n_step))
+
+class Recovers(Case):
+    "Loaders that end unevenly raise the same error in all processes; then one that trains"
+    def several(self, rank, world):
+        dls = self.dls(cut(world, [[4]*9, [4]*4])[rank])
+        with pytest.raises(RuntimeError, match='processes have no more batches'):
+            train(dls, DDP(self.model()), AccumulateStep(self.n_step))
+        return super().several(rank, world)
+
+cases['recovers'] = Recovers([4]*6)
+cases['shards'] = Sharded([4]*8)
+cases['ends_early'] = Case([[4]*9, [4]*4])
+cases['shorter_tail'] = Case([[4]*8, [4]*6])
 cases['empty'] = Case([[4]*4, []])
 cases['metrics_uneven'] = Case([[4]*5, [4]*4], fit=with_train_metrics)
-cases['metrics_drop'] = Case([4]*8, fit=with_train_metrics, left_out={(1,1)})
-cases['shards_long'] = Sharded([[4]*5, [4]*4])
-cases['cycle'] = Case([[1,7,2,5,3,4,1,1], [6,1,4]], acc=dict(n_samples=9))
+cases['lr_find'] = Case([4]*6, fit=find)
+cases['ctx_find'] = InContext(4, n=90, fit=find)
 
 def breaks(rank):
     "An error in one process, in the middle of a window"
     if rank==1: raise ValueError('process 1 has had enough')
-cases['breaks'] = Case([4]*8, cbs=lambda: Callback(after_loss=lambda cb: breaks(int(os.environ['RANK'])) if cb.training and cb.micro.i==5 else None))
+cases['breaks'] = Case([4]*8, cbs=lambda: Callback(after_loss=lambda cb: breaks(int(os.environ['RANK'])) if cb.training
+                                                   and cb.micro.i==5 else None))
 
 if __name__=='__main__': main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,152 @@
+"""Group norm in place of batch norm, and running statistics that count steps: every kind of batch norm, in models as
+people have them"""
+import pickle
+from copy import deepcopy
+import pytest
+import fastcore.test as fct
+from torchvision.models.resnet import BasicBlock,ResNet
+from harness import *
+import fastai_accum.all   # for `exact=True`
+from fastai_accum import refusals
+from fastai_accum.extras.batchnorm import *
+from fastai_accum.microbatch import *
+
+kinds = {nn.BatchNorm1d:(4,16), nn.BatchNorm2d:(4,16,3,5), nn.BatchNorm3d:(4,16,2,3,2), nn.SyncBatchNorm:(4,16,3,5)}
+def norms(model, cls): return [m for m in model.modules() if isinstance(m, cls)]
+bns = nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d,nn.SyncBatchNorm
+
+@pytest.mark.parametrize('affine', [True,False])
+@pytest.mark.parametrize('cls', kinds)
+def test_every_batch_norm(cls, affine):
+    bn = cls(16, eps=1e-3, affine=affine).double()
+    if affine: nn.init.uniform_(bn.weight); nn.init.uniform_(bn.bias)
+    x = torch.randn(*kinds[cls]).double()
+    gn = to_group_norm(nn.Sequential(bn))[0]
+    by_hand = torch.stack([((o-o.mean())/(o.var(unbiased=False)+1e-3).sqrt()) for s in x
+                           for o in s.chunk(2)]).reshape(x.shape)   # two groups of 8
+    if affine: by_hand = by_hand*bn.weight.reshape(-1,*[1]*(x.ndim-2))+bn.bias.reshape(-1,*[1]*(x.ndim-2))
+    assert rel(gn(x), by_hand)[0]<=TOL
+    assert rel(gn.eval()(x), by_hand)[0]<=TOL
+    assert gn.weight is bn.weight and gn.bias is bn.bias
+
+def test_conversion_keeps():
+    "The dtype, frozen parameters, the mode and shared layers stay as they were"
+    shared = nn.BatchNorm2d(8).half()
+    shared.bias.requires_grad_(False)
+    model = nn.ModuleDict(dict(a=shared, b=nn.Sequential(shared, nn.BatchNorm2d(24).eval())))
+    assert to_group_norm(model) is model
+    gn = model['a']
+    assert type(gn) is nn.GroupNorm and model['b'][0] is gn and gn.training
+    assert gn.weight.dtype==torch.half and not gn.bias.requires_grad
+    assert not model['b'][1].training and model['b'][1].num_groups==3
+    assert rel(pickle.loads(pickle.dumps(deepcopy(model))).state_dict(), model.state_dict())[0]==0
+    assert type(to_group_norm(nn.BatchNorm2d(8))) is nn.GroupNorm
+
+@pytest.mark.parametrize('channels,groups,expected', [(512,32,32), (64,32,8), (64,4,4), (100,32,10), (20,32,2),
+                                                      (13,32,1), (2,32,1), (17,1,1)])
+def test_groups(channels, groups, expected): assert to_group_norm(nn.BatchNorm2d(channels), groups).num_groups==expected
+
+def image_learner(bs, cbs=None, change=to_group_norm):
+    torch.manual_seed(0)
+    x = torch.randn(36,3,32,32, generator=torch.Generator().manual_seed(0)).double()
+    model = change(ResNet(BasicBlock, [1,1,1,1], num_classes=3).double())
+    return make_learner(make_dls(36, bs, x=x, y=classes(36)), model, opt_func=SGD, lr=1e-2, cbs=cbs,
+                        splitter=trainable_params)
+
+def test_resnet_is_exact():
+    "With a tail: 36 images are two windows of 16 and one of 4"
+    a,b = image_learner(4, AccumulateStep(4)),image_learner(16)
+    assert not norms(a.model, bns) and len(norms(a.model, nn.GroupNorm))==12
+    for l in a,b: l.fit(1)
+    assert_same(a, b)
+    a,b = image_learner(4, AccumulateStep(4), noop),image_learner(16, None, noop)
+    for l in a,b: l.fit(1)
+    assert worst(a, b, but='buffers')[0]>1e-3, 'batch norm did not differ, so nothing was compared'
+
+def test_optimizer_goes_on():
+    "Converted between two fits: the optimizer has the same parameters"
+    model = nn.Sequential(nn.Linear(6,16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16,3)).double()
+    learn = make_learner(make_dls(64, 16), model, opt_func=SGD, splitter=trainable_params)
+    learn.fit(1)
+    to_group_norm(learn.model)
+    gain,old = learn.model[1].weight,learn.model[1].weight.detach().clone()
+    learn.fit(1)
+    assert type(learn.model[1]) is nn.GroupNorm and learn.model[1].weight is gain and (gain-old).norm()>1e-6
+
+def test_refused_before_anything_changes():
+    timm = pytest.importorskip('timm', reason='tests the batch norm of timm, which is in the extra "integrations"')
+    model = nn.Sequential(nn.BatchNorm2d(8), timm.layers.BatchNormAct2d(8))
+    with fct.expect_fail(ValueError, "the BatchNormAct2d '1' is a subclass"): to_group_norm(model)
+    assert type(model[0]) is nn.BatchNorm2d
+    compiled = torch.jit.script(nn.BatchNorm2d(8))
+    bad = {nn.LazyBatchNorm2d():'does not know its channels', nn.BatchNorm1d(7):'has 7 features',
+           compiled:'is compiled by torch.jit'}
+    for last,why in bad.items():
+        with fct.expect_fail(ValueError, why): to_group_norm(nn.Sequential(model[0], last))
+    assert type(model[0]) is nn.BatchNorm2d
+    lazy = nn.Sequential(nn.LazyBatchNorm2d())
+    lazy(torch.randn(2,8,3,3))
+    assert type(to_group_norm(lazy)[0]) is nn.GroupNorm
+
+@pytest.mark.parametrize('n', [2,4,16])
+@pytest.mark.parametrize('cls', bns[:3])   # the forward of `SyncBatchNorm` needs a GPU
+def test_momentum(cls, n):
+    "`n` updates by the same micro-batch are one update by it"
+    a,b = cls(16, momentum=.3).double(),cls(16, momentum=.3).double()
+    for seed in 0,1:
+        x = torch.randn(*kinds[cls], generator=torch.Generator().manual_seed(seed)).double()
+        b(x)
+        for _ in range(n): scale_bn_momentum(a, n)(x); scale_bn_momentum(a, 1/n)
+    for k in 'running_mean','running_var': assert rel(getattr(a,k), getattr(b,k))[0]<=TOL
+
+def test_momentum_of_others_stays():
+    model = nn.Sequential(nn.BatchNorm2d(8, momentum=None), nn.InstanceNorm2d(8), nn.SyncBatchNorm(8),
+                          nn.InstanceNorm2d(8, track_running_stats=True))
+    scale_bn_momentum(model, 4)
+    assert model[0].momentum is None and model[1].momentum==.1 and all(m.momentum==pytest.approx(1-.9**.25)
+                                                                       for m in model[2:])
+
+def fine_tune(learn):
+    learn.freeze(); learn.fit(1)
+    learn.unfreeze(); learn.fit(1)
+
+def test_batch_norm_eval():
+    "Training is exact, statistics stay, gains and biases train. After the callback is removed, batch norm is as before"
+    pretrained = image_learner(16, None, noop); pretrained.fit(1)
+    def learner(bs, cbs):
+        learn = image_learner(bs, cbs, noop); learn.model.load_state_dict(pretrained.model.state_dict()); return learn
+    a,b = learner(4, [AccumulateStep(4),BatchNormEval()]),learner(16, [BatchNormEval()])
+    old,gain = [o.clone() for o in a.model.buffers()],a.model.bn1.weight.detach().clone()
+    for l in a,b: fine_tune(l)
+    assert_same(a, b)
+    assert rel(list(a.model.buffers()), old)[0]==0 and (a.model.bn1.weight-gain).norm()>1e-6
+    a.remove_cb(BatchNormEval)
+    a.fit(1)
+    assert rel(a.model.bn1.running_mean, old[0])[0]>1e-3
+
+# ---- the note
+
+@pytest.fixture
+def notes(monkeypatch, capsys):
+    "The notes on batch norm that a new session prints in `n` fits"
+    def f(cbs=None, model=None, n=1):
+        monkeypatch.setattr(refusals, '_noted', set())
+        for _ in range(n):
+            m = nn.Sequential(nn.Linear(6,8), nn.BatchNorm1d(8), nn.Linear(8,3)).double() if model is None else model()
+            make_learner(make_dls(24, 4), m, cbs=cbs and cbs(), splitter=params).fit(1)
+        return [o for o in capsys.readouterr().out.split('once per session.)') if 'the model has batch norm' in o]
+    return f
+
+def test_the_note_comes_once_a_session(notes):
+    for cbs in (lambda: AccumulateStep(2)),(lambda: MicroBatch(2)),(lambda: MicroBatch(2, coupled=True)):
+        msgs = notes(cbs, n=3)
+        assert len(msgs)==1 and 'MicroBatch(bs, exact=True)' in msgs[0] and 'BatchNormEval' in msgs[0]
+
+def test_the_note_does_not_come(notes):
+    for cbs in (None, lambda: AccumulateStep(1), lambda: [AccumulateStep(2),BatchNormEval()]): assert not notes(cbs)
+    assert not notes(lambda: AccumulateStep(2), small_model)
+
+@needs_exact
+def test_the_note_does_not_come_with_exact(notes):
+    for cbs in (lambda: MicroBatch(2, exact=True)),(lambda: [AccumulateStep(2),MicroBatch(2, exact=True)]):
+        assert not notes(cbs)

@@ -1,0 +1,640 @@
+"""`check_accumulation` on learners with known causes. Each remedy that it names is tried, and the learner stays as
+it was"""
+import pytest
+from harness import *
+from fastai.callback.tracker import SaveModelCallback
+from fastai.data.block import CategoryBlock
+from fastai.vision.augment import RandTransform
+from fastai.callback.mixup import CutMix,MixUp
+from fastai.callback.training import GradientClip
+from fastai_accum.all import *
+from fastai_accum.know.check import *
+from fastai_accum.patch import accumulation_settings
+from fastai_accum.know.trial import tol
+
+if not hasattr(torch, 'get_autocast_dtype'):
+    pytest.skip('check_accumulation needs PyTorch 2.4 or later, as its error says', allow_module_level=True)
+
+@pytest.fixture(autouse=True)
+def _seed():
+    assert torch.get_default_dtype()==torch.float32   # or a test has left float64
+    set_seed(0)
+
+def net(*ms): return nn.Sequential(nn.Linear(6,5), *ms, nn.Tanh(), nn.Linear(5,3)).double()
+def ce(): return nn.CrossEntropyLoss()
+def learner(model=None, loss_func=None, cbs=None, y=None, bs=8, n=64, x=None, shuffle=True, **kwargs):
+    learn = Learner(make_dls(n, bs, y=y, x=x, shuffle=shuffle), small_model() if model is None else model,
+                    loss_func=loss_func or ce(), cbs=cbs, opt_func=SGD, **kwargs)
+    return learn.remove_cb(ProgressCallback)
+
+def targets(): return features(64, 3, seed=5)
+def rmse(p, y): return ((p-y)**2).mean().sqrt()
+def masked(p, y):
+    m = y!=0
+    return (F.cross_entropy(p, y, reduction='none')*m).sum()/m.sum()
+def contrastive(p, y):
+    p = F.normalize(p)
+    return F.cross_entropy(p@p.T/.1, torch.arange(len(p)).roll(1))
+def class_weights(p, y): return F.cross_entropy(p, y, weight=torch.tensor([1.,2.,3.], dtype=p.dtype))
+
+class Centre(nn.Module):
+    def forward(self, x): return x-x.mean(0)
+class ClipValues(Callback):
+    def after_backward(self): nn.utils.clip_grad_value_(self.learn.model.parameters(), .01)
+class Flip(Callback):
+    "Swaps the inputs of samples"
+    def before_batch(self): self.learn.xb = (self.learn.xb[0].flip(0),)
+
+def kinds(check): return [o.kind for o in check.causes]
+def clean(check):
+    assert not check.causes and check.error<=1e-12, check
+    return check
+
+# what has no cause
+@pytest.mark.parametrize('loss_func', [nn.CrossEntropyLoss, CrossEntropyLossFlat, FocalLossFlat,
+                                       LabelSmoothingCrossEntropyFlat])
+def test_plain(loss_func):
+    "Also with losses that fastai rounds to float32, and a model in float32"
+    clean(learner(small_model().float(), loss_func(), x=features(64).float()).check_accumulation())
+
+def test_float32_within():
+    "A model and a loss that ask for float32 by hand are float64 in the check"
+    class Model(nn.Module):
+        def __init__(self): super().__init__(); self.lin,self.const = nn.Linear(6,3),torch.full((3,), .1)
+        def forward(self, x):
+            return self.lin(x.float()).to(torch.float32)*self.const + torch.zeros(3, dtype=torch.float32)
+    clean(learner(Model(), lambda p,y: F.cross_entropy(p.float(), y), x=features(64).float()).check_accumulation())
+
+@pytest.mark.parametrize('cbs', [AccumulateStep(3), AccumulateStep(n_samples=24), MicroBatch(4), MicroBatch(),
+                                 MicroBatch(2, coupled=True), [AccumulateStep(2), MicroBatch(4)],
+                                 [AccumulateStep(n_samples=16), MicroBatch(4)],
+                                 [AccumulateStep(2), SkipNonFinite(), GradAccumDtype()], GradientClip(.1)], ids=repr)
+def test_clean_settings(cbs): clean(learner(cbs=deepcopy(cbs)).check_accumulation())
+
+@pytest.mark.parametrize('n', [2, 3, 4, 6, 8, 100])
+def test_sizes(n): assert f'{min(n,8)} samples' in clean(learner().check_accumulation(n)).compared
+
+def test_exact():
+    clean(learner(net(nn.BatchNorm1d(5), nn.Dropout()), rmse, MicroBatch(4, exact=True),
+                  targets()).check_accumulation())
+def test_coupled(): clean(learner(loss_func=contrastive, cbs=MicroBatch(4, coupled=True)).check_accumulation())
+
+def test_patch():
+    "Its settings are what is checked, and stay"
+    learn = learner(loss_func=masked)
+    with accumulation(4):
+        assert kinds(learn.check_accumulation())==['loss'] and accumulation_settings()==dict(n_step=4)
+    with accumulation(4, weight=lambda p,y: (y!=0).sum()): clean(learn.check_accumulation())
+    assert kinds(learn.check_accumulation())==['loss'] and accumulation_settings() is None
+
+# causes
+cases = dict(
+    norm=(lambda: learner(net(nn.BatchNorm1d(5))), {'batch norm':'1'}),
+    norm_without_parameters=(lambda: learner(net(nn.BatchNorm1d(5, affine=False, track_running_stats=False))),
+                             {'batch norm':'1'}),
+    dropout=(lambda: learner(net(nn.Dropout(.3))), {'dropout':'1'}),
+    dropouts=(lambda: learner(net(nn.Dropout(.3), nn.AlphaDropout(.2))), {'dropout':'1, 2'}),
+    rmse=(lambda: learner(loss_func=rmse, y=targets()), {'loss':'rmse'}),
+    masked=(lambda: learner(loss_func=masked), {'loss':'masked'}),
+    contrastive=(lambda: learner(loss_func=contrastive), {'loss':'contrastive'}),
+    sum=(lambda: learner(loss_func=nn.CrossEntropyLoss(reduction='sum')), {'loss':'CrossEntropyLoss'}),
+    smooth=(lambda: learner(loss_func=LabelSmoothingCrossEntropy(weight=tensor([1.,2.,3.]))),
+            {'loss':'LabelSmoothingCrossEntropy'}),
+    mixup=(lambda: learner(loss_func=CrossEntropyLossFlat(), cbs=MixUp()), {'augmentation':'MixUp'}),
+    flip=(lambda: learner(cbs=Flip()), {'augmentation':'Flip'}),
+    clip=(lambda: learner(cbs=ClipValues()), {'callback':'ClipValues'}),
+    two_of_three=(lambda: learner(loss_func=CrossEntropyLossFlat(), cbs=[ClipValues(), GradientClip(.1), MixUp()]),
+                  {'callback':'ClipValues', 'augmentation':'MixUp'}),
+    centre=(lambda: learner(net(Centre())), {'unknown':'1'}),
+    centre_dropout=(lambda: learner(net(Centre(), nn.Dropout())), {'dropout':'2', 'unknown':'1'}),
+    several=(lambda: learner(net(nn.BatchNorm1d(5), nn.Dropout()), rmse, y=targets()),
+             {'batch norm':'1', 'dropout':'2', 'loss':'rmse'}),
+    both=(lambda: learner(net(nn.BatchNorm1d(5)), cbs=[AccumulateStep(2), MicroBatch(4)]), {'batch norm':'1'}),
+    window_of_exact=(lambda: learner(net(nn.BatchNorm1d(5)), cbs=[AccumulateStep(2), MicroBatch(4, exact=True)]),
+                     {'batch norm':'1'}),
+    slices=(lambda: learner(net(nn.BatchNorm1d(5)), cbs=MicroBatch(4)), {'batch norm':'1'}))
+
+@pytest.mark.parametrize('case', cases)
+def test_causes(case):
+    make,expected = cases[case]
+    check = make().check_accumulation()
+    assert {o.kind:o.place for o in check.causes}==expected, check
+    assert check.error>tol and all(o.error>tol and o.remedy for o in check.causes)
+
+def test_cutmix():
+    model = nn.Sequential(nn.Conv2d(1,4,3), nn.Tanh(), nn.Flatten(), nn.Linear(64,3)).double()
+    assert kinds(learner(model, CrossEntropyLossFlat(), CutMix(), x=features(64,
+        36).view(-1,1,6,6)).check_accumulation())==['augmentation']
+
+def test_unknown_in_root():
+    "It names the module that has right inputs and wrong outputs, not one that only gets wrong inputs"
+    class Root(nn.Module):
+        def __init__(self): super().__init__(); self.a,self.b = nn.Linear(6,5),nn.Linear(5,3)
+        def forward(self, x): x = self.a(x).tanh(); return self.b(x-x.mean(0))
+    check = learner(Root().double()).check_accumulation()
+    assert [(o.kind,o.place) for o in check.causes]==[('unknown','Root')]
+
+def test_unknown_in_learner():
+    class Ranks(Learner):
+        def _do_grad_opt(self):
+            self.loss_grad = self.loss_grad**2
+            super()._do_grad_opt()
+    dls = make_dls(64, 8)
+    cause, = Ranks(dls, small_model(), loss_func=ce()).remove_cb(ProgressCallback).check_accumulation().causes
+    assert (cause.kind,cause.place)==('unknown','Ranks') and 'coupled=True' in cause.remedy
+
+def test_needs_each_other():
+    "A callback is not a suspect if the learner cannot run without it"
+    class Pack(nn.Module):
+        def __init__(self): super().__init__(); self.net = net(nn.Dropout())
+        def forward(self, x): return dict(logits=self.net(x))
+    class Unpack(Callback):
+        def after_pred(self): self.learn.pred = self.learn.pred['logits']
+    check = learner(Pack(), cbs=[Unpack(), ClipValues()]).check_accumulation()
+    assert {o.kind:o.place for o in check.causes}=={'dropout':'net.1', 'callback':'ClipValues'}
+
+@pytest.mark.parametrize('mask', [[1,0,1,0], [1,0,0,1], [1,1,0,0], [0,0,0,1]])
+def test_no_luck(mask):
+    "If all micro-batches had the same number of targets, it would not show that the mean is not over samples"
+    mask = torch.tensor(mask*16, dtype=torch.float64)
+    def loss(p, y, m): return (F.cross_entropy(p, y, reduction='none')*m).sum()/m.sum()
+    dls = DataLoaders(*[DataLoader(list(zip(features(64), classes(64), mask)), bs=8)]*2)
+    dls.n_inp = 1
+    cause, = Learner(dls, small_model(), loss_func=loss).remove_cb(ProgressCallback).check_accumulation().causes
+    assert cause.kind=='loss' and 'weight=lambda pred, *yb: (yb[1]' in cause.remedy
+
+# remedies
+@pytest.mark.parametrize('case', [o for o in cases if 'centre' not in o])
+def test_remedies(case):
+    "Each line that the check names is applied and checked again, except those that only a person can write"
+    learn = cases[case][0]()
+    causes = learn.check_accumulation().causes
+    lines = [o.remedy.split(', with the large')[0].split(' instead of')[0].split('; or')[0] for o in causes]
+    assert all(o.startswith(('MicroBatch','AccumulateStep')) for o in lines), lines
+    lines = [o for o in lines if 'exact' in o][:1] or [o for o in lines if 'coupled' in o][:1] or lines
+    new = eval(lines[0])
+    learn.remove_cbs(learn.cbs.filter(risinstance((AccumulateStep,MicroBatch))))
+    clean(learn.add_cb(new).check_accumulation())
+
+def test_other_remedies():
+    learn = learner(net(nn.BatchNorm1d(5)))
+    cause, = learn.check_accumulation().causes
+    assert 'BatchNormEval()' in cause.remedy and 'to_group_norm(learn.model)' in cause.remedy
+    clean(learn.add_cb(BatchNormEval()).check_accumulation())
+    learn.model[1] = nn.GroupNorm(1, 5).double()
+    clean(learn.remove_cb(BatchNormEval).check_accumulation())
+    assert 'GradientCheckpointing()' in learner(net(Centre())).check_accumulation().causes[0].remedy
+
+def test_weighted_or_coupled():
+    "A mean whose divisor is found, one whose divisor is not, and one that is no mean"
+    weighted,unknown,coupled = (learner(loss_func=f, y=y).check_accumulation().causes[0].remedy
+                                for f,y in ((masked,None), (class_weights,None), (rmse,targets())))
+    assert weighted=='AccumulateStep(n_step=2, weight=lambda pred, *yb: (yb[0]!=0).sum())'
+    assert 'weight=f' in unknown and 'the number that your loss divides by' in unknown
+    assert 'weight' not in coupled and 'coupled=True' in coupled
+
+def test_weight_of_settings():
+    "The line keeps the other settings"
+    check = learner(loss_func=masked, cbs=AccumulateStep(n_samples=32, drop_last=False)).check_accumulation()
+    line = 'AccumulateStep(n_samples=32, drop_last=False, weight=lambda pred, *yb: (yb[0]!=0).sum())'
+    assert check.causes[0].remedy==line
+    check = learner(loss_func=masked, cbs=MicroBatch(4)).check_accumulation()
+    assert check.causes[0].remedy=='MicroBatch(bs=4, weight=lambda pred, *yb: (yb[0]!=0).sum())'
+
+def test_wrong_weight():
+    "A wrong `weight=` of the user"
+    check = learner(cbs=AccumulateStep(2, weight=lambda p,y: 1+(y!=0).sum())).check_accumulation()
+    assert kinds(check)==['loss']
+
+# batches
+class Several(nn.Module):
+    def __init__(self): super().__init__(); self.a,self.b = nn.Linear(6,3),nn.Linear(6,3)
+    def forward(self, x, z): return self.a(x)+self.b(z)
+
+def batches_learner(items, model, loss_func, n_inp, cbs=None, shuffle=True):
+    dls = DataLoaders(DataLoader(items, bs=8, shuffle=shuffle), DataLoader(items, bs=8))
+    dls.n_inp = n_inp
+    return Learner(dls, model.double(), loss_func=loss_func, cbs=cbs).remove_cb(ProgressCallback)
+
+def test_two_inputs():
+    items = list(zip(features(32), features(32, seed=3), classes(32)))
+    clean(batches_learner(items, Several(), ce(), 2).check_accumulation())
+    assert kinds(batches_learner(items, Several(), masked, 2).check_accumulation())==['loss']
+
+def test_two_targets():
+    items = list(zip(features(32), classes(32), features(32, 1, seed=2)[:,0]))
+    mask = (features(32, 1, seed=4)[:,0]>0).double()
+    items = [(*o,m) for o,m in zip(items, mask)]
+    def loss(p, y, z, m): return (F.cross_entropy(p, y, reduction='none')*m + (p[:,0]-z)**2*m).sum()/m.sum()
+    cause, = batches_learner(items, small_model(), loss, 1).check_accumulation().causes
+    assert cause.kind=='loss' and 'weight=lambda pred, *yb: (yb[2]' in cause.remedy
+
+def test_dictionaries():
+    class Model(nn.Module):
+        def __init__(self): super().__init__(); self.net = net(nn.BatchNorm1d(5))
+        def forward(self, b): return dict(logits=self.net(b['x']), more=b['x'])
+    items = [(dict(x=x), dict(y=y, mask=(y>0).double())) for x,y in zip(features(32), classes(32))]
+    def loss(p, t): return (F.cross_entropy(p['logits'], t['y'], reduction='none')*t['mask']).sum()/t['mask'].sum()
+    check = batches_learner(items, Model(), loss, 1).check_accumulation()
+    assert {o.kind:o.place for o in check.causes}=={'batch norm':'net.1', 'loss':'loss'}
+    assert 'exact=True' in check.causes[0].remedy and "yb[0]['" in check.causes[1].remedy
+
+def test_loss_in_model():
+    "The model returns its loss"
+    class Model(nn.Module):
+        def __init__(self, loss): super().__init__(); self.net,self.loss = small_model(),loss
+        def forward(self, b): return self.loss(self.net(b['x']), b['y'])
+    items = [(dict(x=x, y=y), torch.tensor(0)) for x,y in zip(features(32), classes(32))]
+    clean(batches_learner(items, Model(ce()), lambda p,y: p, 1).check_accumulation())
+    items = [(dict(x=o['x'], y=torch.tensor(i%8>1).long()), y) for i,(o,y) in enumerate(items)]
+    cause, = batches_learner(items, Model(masked), lambda p,y: p, 1, shuffle=False).check_accumulation().causes
+    assert (cause.kind,cause.place)==('unknown','Model')
+
+# as before
+def state(learn):
+    "What a check must leave as it was"
+    names = ('training','lock','opt','model','loss_func','dls','opt_func','logger')
+    return ([(id(o), {k:id(v) for k,v in vars(o).items()}) for o in (learn, *learn.cbs, learn.loss_func,
+                                                                     *learn.model.modules()) if hasattr(o, '__dict__')],
+            [id(o) for o in learn.cbs],
+            [p.detach().clone() for p in learn.model.parameters()], [b.clone() for b in learn.model.buffers()],
+            [(id(p.grad), None if p.grad is None else p.grad.clone(), p.requires_grad)
+             for p in learn.model.parameters()],
+            None if learn.opt is None else (deepcopy(learn.opt.state_dict()), [dict(h) for h in learn.opt.hypers]),
+            [m.training for m in learn.model.modules()],
+            random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state(), torch.get_default_dtype(),
+            dict(vars(defaults)))
+
+def same(a, b):
+    if isinstance(a, Tensor): return torch.equal(a, b)
+    if isinstance(a, dict): return list(a)==list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list,tuple)): return len(a)==len(b) and all(map(same, a, b))
+    return a is b or a==b
+
+def assert_as_before(before, learn):
+    for i,(a,b) in enumerate(zip(before, state(learn))): assert same(a, b), f'{i}: {a} is now {b}'
+
+@pytest.mark.parametrize('fitted', [False, True])
+@pytest.mark.parametrize('cbs', [None, [AccumulateStep(2), MixUp()], MicroBatch(4, exact=True),
+                                 MicroBatch(4, coupled=True)], ids=str)
+def test_as_before(cbs, fitted):
+    learn = learner(net(nn.BatchNorm1d(5), nn.Dropout()).float(), CrossEntropyLossFlat(), deepcopy(cbs),
+                    x=features(64).float())
+    if fitted:
+        with learn.no_logging(): learn.fit(1)
+        for p in learn.model[:2].parameters(): p.grad = torch.ones_like(p)
+    learn.model[0].requires_grad_(False); learn.model[2].eval()
+    before = state(learn)
+    learn.check_accumulation()
+    assert_as_before(before, learn)
+
+def test_fits_as_before():
+    "A fit after a check is the same as a fit without a check"
+    def fit(check):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.BatchNorm1d(6).double(), net(nn.Dropout()))
+        learn = learner(model, masked, [AccumulateStep(3), Spy()])
+        learn.recorder.smooth_loss = AvgSmoothLoss64()
+        if check: learn.check_accumulation()
+        with learn.no_logging():
+            learn.fit(1)
+            if check: learn.check_accumulation()
+            learn.fit(1)
+        return learn
+    assert_same(fit(True), fit(False), tol=0)
+
+@pytest.mark.parametrize('where', ['forward','before_batch','after_backward','loss'])
+@pytest.mark.parametrize('error', [KeyboardInterrupt, RuntimeError])
+def test_errors_leave_nothing(where, error):
+    "However a check ends, also in the middle of its last trials"
+    count = [0]
+    def stop(at):
+        count[0] += at==where
+        if count[0]==limit: raise error('stop')
+    class Model(nn.Module):
+        def __init__(self): super().__init__(); self.net = net(nn.BatchNorm1d(5))
+        def forward(self, x): stop('forward'); return self.net(x)
+    class Stop(Callback):
+        def before_batch(self): stop('before_batch')
+        def after_backward(self): stop('after_backward')
+    def loss(p, y): stop('loss'); return masked(p, y)
+    learn = learner(Model(), loss, Stop())
+    with accumulation(2):
+        for limit in 1,2,5,11:
+            count[0],before = 0,state(learn)
+            try: learn.check_accumulation()
+            except error as e: assert 'stop' in str(e)
+            else: assert error is RuntimeError or count[0]<limit   # an experiment that fails is no more than that
+            assert_as_before(before, learn)
+    with learn.no_logging(): learn.recorder.smooth_loss = AvgSmoothLoss64(); limit = -1; learn.fit(1)
+
+def test_says_nothing(capsys, recwarn):
+    "Neither prints nor warns; what `AccumulateStep` says once is still to come"
+    from fastai_accum import refusals
+    said = set(refusals._noted)
+    learner(net(nn.BatchNorm1d(5)), cbs=[AccumulateStep(2), PrintAll()]).check_accumulation()
+    out,err = capsys.readouterr()
+    assert not out and not err and refusals._noted==said and not [o for o in recwarn
+                                                                if 'AccumulateStep' in str(o.message)]
+class PrintAll(Callback):
+    def before_batch(self): print('batch')
+
+class Draws:
+    "A dataset that draws by generators of its own"
+    def __init__(self):
+        self.np,self.py,self.torch = np.random.default_rng(0),random.Random(0),torch.Generator().manual_seed(0)
+    def __len__(self): return 32
+    def __getitem__(self, i):
+        noise = self.np.normal()+self.py.random()+torch.rand(1, generator=self.torch).item()
+        noise += random.random()+np.random.rand()+torch.rand(1).item()
+        return features(32)[i]+noise,classes(32)[i]
+
+def fastai_dl():      return DataLoader(Draws(), bs=8, shuffle=True, num_workers=0)
+def workers():        return DataLoader(list(zip(features(32), classes(32))), bs=8, shuffle=True, num_workers=1)
+def augmented():
+    class Noise(RandTransform):
+        def encodes(self, x:TensorBase): return x+torch.randn_like(x)
+    return TfmdDL(TfmdLists(list(range(32)), [lambda i: (TensorBase(features(32)[i]), TensorCategory(classes(32)[i]))]),
+                  bs=8, shuffle=True, after_batch=[Noise()], num_workers=0)
+def torch_dl(**kw):   return torch.utils.data.DataLoader(Draws(), batch_size=8, **kw)
+def torch_shuffled(): return torch_dl(shuffle=True)
+def torch_generator():return torch_dl(shuffle=True, generator=torch.Generator().manual_seed(3))
+def torch_workers():  return torch.utils.data.DataLoader(list(zip(features(32), classes(32))), batch_size=8,
+                                                         shuffle=True, num_workers=1, timeout=9)
+def torch_sampler():  return torch_dl(sampler=torch.utils.data.WeightedRandomSampler(torch.rand(32), 32,
+    generator=torch.Generator().manual_seed(3)))
+def of_batches():     return [(features(8), classes(8))]*3
+
+@pytest.mark.parametrize('make', [fastai_dl, workers, augmented, torch_shuffled, torch_generator, torch_workers,
+                                  torch_sampler, of_batches], ids=lambda o: o.__name__)
+def test_loaders(make):
+    "The batches after a check are those without one, in the middle of an epoch too"
+    res = []
+    for check in False,True:
+        set_seed(0)
+        dl = make()
+        learn = Learner(DataLoaders(dl, dl), small_model(), loss_func=ce()).remove_cb(ProgressCallback)
+        if check: clean(learn.check_accumulation())
+        batches = [b for b in dl]
+        it = iter(dl); batches.append(next(it))
+        if check: clean(learn.check_accumulation())
+        if make is not workers: batches += list(it)
+        res.append(batches)
+    assert len(res[0])==len(res[1])>=3
+    for a,b in zip(*res): assert all(map(torch.equal, a, b))
+
+def test_bad_bs():
+    for bs in (0, 1, True, '4', 2.):
+        with pytest.raises(ValueError, match='check_accumulation: bs must be an int of at least 2, got'):
+            learner().check_accumulation(bs)
+    with pytest.raises(ValueError, match='has 1 sample, and at least 2'): learner(bs=1).check_accumulation()
+
+def test_settings_that_cannot_work():
+    "Their own errors"
+    with pytest.raises(ValueError, match="the loss has reduction='none'"):
+        learner(loss_func=nn.CrossEntropyLoss(reduction='none'), cbs=AccumulateStep(2)).check_accumulation()
+    with pytest.raises(ValueError, match="exact=True is not possible: what the model returns for a sample depends"):
+        learner(net(Centre()), cbs=MicroBatch(4, exact=True)).check_accumulation()
+    with pytest.raises(ValueError, match='is not finite'):
+        learner(loss_func=lambda p,y: (p*math.nan).mean()).check_accumulation()
+
+def test_shown():
+    check = learner(net(nn.BatchNorm1d(5)), loss_func=lambda p,y: masked(p, y)).check_accumulation()
+    text,html = repr(check),check._repr_html_()
+    for o in 'do not give the same','batch norm','-> MicroBatch(bs=8, exact=True)','4 samples': assert o in text
+    assert html.count('<tr>')==3 and '&lt;lambda&gt;' in html and 'color' not in html
+    text = repr(learner().check_accumulation())
+    for o in ('The micro-batches give the same gradient as the large batch', 'Compared: one step on 4 samples',
+              'AccumulateStep(n_step=2) as an example, because your learner trains on whole batches now'):
+        assert o in text
+
+def test_left_out():
+    "What cannot be copied is left out, and named"
+    class Held(Callback):
+        def __init__(self): self.f = threading.Lock()
+    assert learner(cbs=Held()).check_accumulation().left_out==['Held']
+
+def test_quiet_callbacks(tmp_path):
+    "Trackers and loggers keep off"
+    learn = learner(cbs=[SaveModelCallback(), CSVLogger()], path=tmp_path)
+    clean(learn.check_accumulation())
+    assert not list(tmp_path.rglob('*.*'))
+
+# applications
+def test_resnet():
+    "As it is, and with batch norm made exact"
+    from fastai.vision.all import vision_learner,resnet18
+    x = torch.rand(16, 3, 20, 20, generator=torch.Generator().manual_seed(0))
+    dls = DataLoaders(*[DataLoader(list(zip(x, classes(16))), bs=8, shuffle=True)]*2)
+    def resnet():
+        return vision_learner(dls, resnet18, pretrained=False, weights=None, n_out=3, normalize=False,
+                              loss_func=CrossEntropyLossFlat()).remove_cb(ProgressCallback)
+    learn = resnet()
+    check = learn.check_accumulation()
+    where = check.causes[0].where
+    assert kinds(check)==['batch norm','dropout'] and where[:2]==['0.1','0.4.0.bn1'] and len(where)==22
+    assert all('exact=True' in o.remedy for o in check.causes)
+    check = learn.micro_batch(4, exact=True).check_accumulation()
+    assert not check.causes and check.error<=1e-10, check   # behind 22 norms over two images of a pixel each
+
+words = 'one two three four five six seven eight nine ten red blue green good bad film day'.split()
+def texts(n=32):
+    r = random.Random(0)
+    return pd.DataFrame(dict(text=[' '.join(r.choices(words, k=r.randint(3, 12))) for _ in range(n)],
+                             label=[r.choice('pn') for _ in range(n)]))
+
+@pytest.mark.filterwarnings('ignore')
+def test_texts():
+    "A classifier and a language model, before and after a fit; the loader shuffles in place"
+    from fastai.text.all import TextDataLoaders,text_classifier_learner,language_model_learner
+    from fastai.text.all import AWD_LSTM,awd_lstm_clas_config,awd_lstm_lm_config
+    small = dict(n_hid=12, emb_sz=6, n_layers=2)
+    dls = TextDataLoaders.from_df(texts(), text_col='text', label_col='label', valid_pct=.25, bs=8)
+    learn = text_classifier_learner(dls, AWD_LSTM, pretrained=False,
+                                    config={**awd_lstm_clas_config,**small}).remove_cb(ProgressCallback)
+    assert kinds(learn.check_accumulation())==['batch norm','dropout']
+    check = learn.micro_batch(4, exact=True).check_accumulation()
+    assert not check.causes and check.error<=1e-10, check
+    def batches(check):
+        set_seed(0)
+        dls = TextDataLoaders.from_df(texts(), text_col='text', is_lm=True, valid_pct=.25, bs=4, seq_len=6)
+        learn = language_model_learner(dls, AWD_LSTM, pretrained=False,
+                                       config={**awd_lstm_lm_config,**small}).remove_cb(ProgressCallback)
+        if check: assert kinds(learn.check_accumulation())==['dropout']
+        with learn.no_logging(): learn.fit(1)
+        if check: assert kinds(learn.check_accumulation())==['dropout']
+        return list(dls.train)
+    for a,b in zip(batches(True), batches(False)): assert all(map(torch.equal, a, b))
+
+def test_tabular():
+    from fastai.tabular.all import TabularDataLoaders,tabular_learner,Categorify,FillMissing,Normalize
+    df = pd.DataFrame(dict(a=np.random.rand(64), b=np.random.rand(64), c=np.random.choice(list('xyz'), 64),
+                           y=np.random.choice(list('pq'), 64)))
+    dls = TabularDataLoaders.from_df(df, procs=[Categorify,FillMissing,Normalize], cat_names=['c'],
+                                     cont_names=['a','b'], y_names='y', y_block=CategoryBlock(), bs=8)
+    learn = tabular_learner(dls, [10,5], n_out=2).remove_cb(ProgressCallback)
+    assert kinds(learn.check_accumulation())==['batch norm']
+    clean(learn.add_cb(BatchNormEval()).check_accumulation())
+
+def test_compiled():
+    "A compiled model is checked without its compilation"
+    model = net(nn.BatchNorm1d(5))
+    learn = learner(torch.compile(model), cbs=AccumulateStep(2))
+    check = learn.check_accumulation()
+    assert [(o.kind,o.place) for o in check.causes]==[('batch norm','1')]
+    model = net()
+    model.compile(); model[0].compile()
+    clean(learner(model).check_accumulation())
+
+def test_checkpoints():
+    "Modules that run again in the backward pass: in the model, and by a callback that is no cause"
+    from torch.utils.checkpoint import checkpoint
+    class Again(nn.Module):
+        def __init__(self, reentrant):
+            super().__init__(); self.m,self.reentrant = nn.Sequential(nn.Linear(6,5), nn.Dropout(), nn.Tanh()),reentrant
+        def forward(self, x): return checkpoint(self.m, x.requires_grad_(), use_reentrant=self.reentrant)
+    for reentrant in True,False:
+        check = learner(nn.Sequential(Again(reentrant), nn.Linear(5,3)).double()).check_accumulation()
+        assert [(o.kind,o.place) for o in check.causes]==[('dropout','0.m.1')]
+    for last,found in (nn.Dropout(.2),['dropout']),(nn.BatchNorm1d(6),['batch norm']):
+        blocks = [nn.Sequential(nn.Linear(6,6), nn.Tanh(), last) for _ in range(3)]
+        model = nn.Sequential(*blocks, nn.Linear(6,3)).double()
+        for saving in GradientCheckpointing(blocks),OffloadActivations():
+            assert kinds(learner(model, cbs=[AccumulateStep(2), saving]).check_accumulation())==found
+
+def test_many_samples_masked():
+    "The check takes samples of the first batch that show the difference"
+    y = torch.ones(64).long(); y[7] = 0
+    learn = learner(loss_func=masked, y=1-y, shuffle=False)   # one target counts
+    assert kinds(learn.check_accumulation())==['loss']
+    learn = learner(loss_func=masked, y=torch.ones(64).long())
+    clean(learn.check_accumulation())
+
+def test_shared_and_own_attributes():
+    "A module that a callback and the learner hold is that of the model in the copy too, and the user's is not run"
+    class Penalty(Callback):
+        def __init__(self, m): self.m = m
+        def after_loss(self): self.learn.loss_grad = self.learn.loss_grad + self.m.weight.square().mean()
+    model = small_model()
+    learn = learner(model, cbs=Penalty(model[0]))
+    learn.head = model[2]
+    clean(learn.check_accumulation())
+    assert model[0].weight.grad is None
+
+def test_draws_that_drop_nothing():
+    "If two draws are the same by chance, the check draws again. The generators are still as before"
+    learn = learner(net(nn.Dropout(1e-12)))
+    before = state(learn)
+    assert not learn.check_accumulation().causes
+    assert_as_before(before, learn)
+
+# ---- what a review broke
+
+def found(learn, **kwargs): return [o.kind for o in learn.check_accumulation(**kwargs).causes]
+
+def test_global_tensors():
+    "Constants in float32, in a loss and in a model"
+    w = torch.tensor([1.,2.,3.])
+    check = learner(loss_func=lambda p,y: F.cross_entropy(p, y, weight=w)).check_accumulation()
+    assert [o.kind for o in check.causes]==['loss'] and 'weight=f' in check.causes[0].remedy
+
+def test_eval_by_a_callback():
+    "Norms that a callback has put into evaluation are no cause"
+    assert found(learner(net(nn.BatchNorm1d(5), nn.Dropout()), cbs=BatchNormEval()))==['dropout']
+
+class Stops(Callback):
+    def before_step(self): raise CancelStepException
+class Leaves(Callback):
+    def after_backward(self): raise CancelBatchException
+
+@pytest.mark.parametrize('cb', [Stops,Leaves])
+def test_no_step(cb):
+    with pytest.raises(RuntimeError, match='made no step on the first batch'): learner(cbs=cb()).check_accumulation()
+
+def test_fastais_callback():
+    from fastai.callback.training import GradientAccumulation
+    with pytest.raises(ValueError, match='remove it with'): learner(cbs=GradientAccumulation(32)).check_accumulation()
+
+def test_callback_that_draws_from_the_loader():
+    class Draws(Callback):
+        def before_fit(self): self.b = self.dls.one_batch()
+    res = []
+    for check in False,True:
+        set_seed(0)
+        learn = learner(cbs=Draws())
+        if check: learn.check_accumulation()
+        res.append([x for x,_ in learn.dls.train])
+    assert rel(*res)[0]==0
+
+@pytest.mark.parametrize('seed', range(8))
+def test_hard_samples(seed):
+    "A loss that takes the hardest samples of what it sees"
+    set_seed(seed)
+    def hardest(p, y): return F.cross_entropy(p, y, reduction='none').topk(max(1, len(p)//2)).values.mean()
+    assert found(learner(loss_func=hardest))==['loss']
+
+@pytest.mark.parametrize('seed', range(8))
+def test_draws_of_python(seed):
+    class Coin(nn.Module):
+        def forward(self, x): return x if not self.training or random.random()<.5 else x*0
+    learn = learner(net(Coin()))
+    set_seed(seed)
+    assert found(learn)==['dropout']
+
+def test_hooks_on_parameters():
+    learn = learner(loss_func=lambda p,y: 20*F.cross_entropy(p, y))
+    for p in learn.model.parameters(): p.register_hook(lambda g: g.clamp(-.01,.01))
+    assert found(learn)
+
+def test_predictions_without_rows():
+    "Packed tokens, with the right weight and dropout: nothing else is a cause"
+    class Packed(nn.Module):
+        def __init__(self): super().__init__(); self.body = net(nn.Dropout())
+        def forward(self, x): return self.body(x).repeat_interleave(2, 0)[1:]
+    check = learner(Packed(), loss_func=lambda p,y: p.square().mean()).check_accumulation()
+    assert 'dropout' in [o.kind for o in check.causes]
+
+def test_too_few_for_batch_norm():
+    for bs in 2,3:
+        with pytest.raises(ValueError, match='batch norm needs two samples in a micro-batch'):
+            learner(net(nn.BatchNorm1d(5))).check_accumulation(bs)
+    assert found(learner(net(nn.BatchNorm1d(5))), bs=5)==['batch norm']
+
+def test_sum_of_a_mean():
+    check = learner(cbs=AccumulateStep(2, average=False)).check_accumulation()
+    assert check.causes[0].remedy.startswith('AccumulateStep(n_step=2)')
+
+def test_zero_gradient():
+    with pytest.raises(ValueError, match='is zero, so there is nothing to compare'):
+        learner(loss_func=lambda p,y: F.cross_entropy(p, y).clamp(max=1e-9)).check_accumulation()
+
+def test_rounding_is_no_cause():
+    "Thirty batch norms in a row amplify rounding until it is as large as the effect of a cause"
+    deep = nn.Sequential(*(m for _ in range(30) for m in (nn.Linear(6,6), nn.BatchNorm1d(6), nn.ReLU())),
+                         nn.Linear(6,3)).double()
+    check = learner(deep, cbs=MicroBatch(4, exact=True)).check_accumulation()
+    assert not check.causes and check.error>1e-14   # how much is left of it depends on the processor
+
+def test_clip_beside_another_cause():
+    class Clip(Callback):
+        def after_backward(self): nn.utils.clip_grad_value_(self.model.parameters(), .2)
+    assert found(learner(net(nn.Dropout()), loss_func=lambda p,y: 20*F.cross_entropy(p, y),
+                         cbs=[AccumulateStep(2), Clip()]))==['dropout','callback']
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='checks a learner on a GPU, and this machine has none')
+def test_on_a_gpu():
+    "On the device of the learner, whose generator is put back"
+    learn = learner(net(nn.BatchNorm1d(5), nn.Dropout()))
+    learn.dls.device = 'cuda'
+    state = torch.cuda.get_rng_state()
+    check = learn.check_accumulation()
+    assert 'on cuda' in check.compared and [o.kind for o in check.causes]==['batch norm','dropout']
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+def test_callbacks_that_need_each_other():
+    "Two callbacks that cannot run without each other; the check still answers"
+    class Keeps(Callback):
+        def before_batch(self): self.x = self.learn.xb[0]
+    class Reads(Callback):
+        def after_pred(self): assert self.learn.keeps.x is not None
+    assert found(learner(net(nn.BatchNorm1d(5)), cbs=[AccumulateStep(2), Keeps(), Reads()]))==['batch norm']

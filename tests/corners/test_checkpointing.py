@@ -1,0 +1,425 @@
+"""Blocks that are computed again in the backward pass: bit for bit the plain run.
+
+The models are float32, as users train them, and nothing is allowed to differ: weights, buffers, the state of the
+optimizer, losses, and the states of the generators. Only the memory at the peak does, and that is measured."""
+import gc,pickle,pytest,sys
+from contextlib import suppress
+from pathlib import Path
+from harness import *
+from fastai.text.all import AWD_LSTM,awd_lstm_clas_config,awd_lstm_lm_config,get_language_model,get_text_classifier
+from fastai.text.all import rnn_cbs
+from fastai.vision.all import create_unet_model,create_vision_model,densenet121,resnet18,resnet34,resnet50,vgg11_bn
+from fastai.vision.all import xresnet18,xse_resnet18
+from torchvision import models as tv
+from fastai_accum.memory.checkpointing import *
+from fastai_accum.microbatch import *
+from fastai_accum.memory.offload import *
+from fastai_accum.replace import *
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]/'benchmarks'))
+from common import NoValid,held_bytes,peak_bytes
+
+def timm_model(name, **kwargs):
+    timm = pytest.importorskip('timm', reason='tests a model of timm, which is not installed')
+    return timm.create_model(name, pretrained=False, num_classes=3, **kwargs)
+def body(arch): return lambda: create_vision_model(arch, 3, pretrained=False)
+def torchvision_model(name): return lambda: getattr(tv, name)(weights=None, num_classes=3)
+
+class Encoder(nn.Module):
+    "PyTorch's transformer"
+    def __init__(self, d=16, n=3):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(d, 2, 2*d, batch_first=True)
+        self.layers,self.head = nn.TransformerEncoder(layer, n),nn.Linear(d, 3)
+    def forward(self, x): return self.head(self.layers(x).mean(1))
+
+class Logits(nn.Module):
+    "A model of transformers that returns its logits only"
+    def __init__(self, kind, config, **kwargs):
+        super().__init__()
+        tf = pytest.importorskip('transformers', reason='tests a model of transformers, which is not installed')
+        self.m = getattr(tf, kind)(getattr(tf, config)(num_labels=3, **kwargs))
+    def forward(self, x): return self.m(x).logits
+
+def hf(kind, config, **kwargs): return lambda: Logits(kind, config, **kwargs)
+small = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+awd = dict(emb_sz=20, n_hid=24, n_layers=2)
+
+def pair_of(x, y, n=2): return lambda: [(x(), y()) for _ in range(n)]
+def images(px=32, bs=4): return pair_of(lambda: torch.randn(bs,3,px,px), lambda: torch.randint(3, (bs,)))
+masks   = pair_of(lambda: torch.randn(2,3,64,64), lambda: torch.randint(3, (2,64,64)))
+vectors = pair_of(lambda: torch.randn(4,7,16), lambda: torch.randint(3, (4,)))
+texts   = pair_of(lambda: torch.randint(2, 100, (4,90)), lambda: torch.randint(3, (4,)))
+next_words = pair_of(lambda: torch.randint(2, 100, (4,20)), lambda: torch.randint(2, 100, (4,20)))
+
+of_torchvision = 'densenet121 mobilenet_v3_small convnext_tiny efficientnet_b0 regnet_y_400mf'.split()
+of_timm,drops = 'resnet50 convnext_tiny efficientnet_b0'.split(),dict(drop_rate=.1, drop_path_rate=.1)
+vision = dict(
+    resnet18=body(resnet18), resnet50=body(resnet50), vgg=body(vgg11_bn), densenet_body=body(densenet121),
+    xresnet18=lambda: xresnet18(n_out=3), xse_resnet18=lambda: xse_resnet18(n_out=3),
+    **{nm:torchvision_model(nm) for nm in of_torchvision},
+    vit=lambda: tv.VisionTransformer(32, 8, 2, 2, 32, 64, dropout=.1, num_classes=3),
+    **{f'timm_{nm}':partial(timm_model, nm, **drops) for nm in of_timm},
+    timm_vit=partial(timm_model, 'vit_tiny_patch16_224', img_size=32, **drops),
+    hf_vit=hf('ViTForImageClassification', 'ViTConfig', image_size=32, hidden_dropout_prob=.1, **small))
+
+def unet(): return create_unet_model(resnet18, 3, (64,64), pretrained=False, self_attention=True)
+def awd_lstm(): return get_text_classifier(AWD_LSTM, 100, 3, config={**awd_lstm_clas_config, **awd})
+def awd_lstm_lm(): return get_language_model(AWD_LSTM, 100, config={**awd_lstm_lm_config, **awd})
+bert = hf('BertForSequenceClassification', 'BertConfig', vocab_size=100, **small)
+gpt2 = hf('GPT2LMHeadModel', 'GPT2Config', n_layer=2, n_embd=32, n_head=2, vocab_size=100, bos_token_id=0,
+          eos_token_id=0)
+flat_loss = dict(loss_func=CrossEntropyLossFlat())
+archs = {**{k:(f, images()) for k,f in vision.items()},
+         'unet':(unet, masks), 'encoder':(Encoder, vectors), 'awd_lstm':(awd_lstm, texts, dict(cbs=rnn_cbs)),
+         'awd_lstm_lm':(awd_lstm_lm, next_words, dict(cbs=rnn_cbs, **flat_loss)),
+         'bert':(bert, texts), 'gpt2':(gpt2, next_words, flat_loss)}
+
+def get_learner(make, data, cbs=noop, loss_func=None, **kwargs):
+    set_seed(0)
+    batches = data()
+    dls = DataLoaders(DataLoader(batches, bs=None), DataLoader(batches[:1], bs=None))
+    learn = Learner(dls, make(), loss_func=loss_func or nn.CrossEntropyLoss(), lr=1e-3, cbs=cbs(), **kwargs)
+    learn.remove_cb(ProgressCallback); learn.logger = noop
+    return learn
+
+def state(learn):
+    "All that training leaves behind"
+    opt = [v for s in opt_state(learn.opt) for k,v in sorted(s.items()) if isinstance(v, Tensor)]
+    rng = [torch.get_rng_state(), tensor(np.random.get_state()[1].astype(int)), tensor(random.getstate()[1][:-1])]
+    ts = [*learn.model.parameters(), *learn.model.buffers(), *opt, *rng]
+    return [o.detach().clone() for o in ts],learn.recorder.losses,learn.recorder.values
+
+def is_clean(learn):
+    "Whether nothing of ours is in the learner or in its model"
+    return not any(isinstance(v, Lent) for o in (learn,*learn.model.modules()) for v in vars(o).values())
+
+def fitted(*args, blocks=None, plain=True, fit=None, on=Learner.gradient_checkpointing, **kwargs):
+    learn = get_learner(*args, **kwargs)
+    if not plain: on(learn)
+    set_seed(1)
+    (fit or (lambda l: l.fit_one_cycle(2)))(learn)
+    assert is_clean(learn)
+    return learn
+
+def assert_equal(a, b):
+    "Bit for bit"
+    (ta,*ra),(tb,*rb) = a,b
+    assert len(ta)==len(tb)
+    bad = [(i,(x-y).abs().max().item()) for i,(x,y) in enumerate(zip(ta,tb)) if not torch.equal(x, y)]
+    assert not bad, f'{len(bad)} of {len(ta)} tensors differ: {bad[:5]}'
+    def floats(o): return [floats(x) for x in o] if isinstance(o, (list,L)) else float(o)
+    assert floats(L(ra).concat())==floats(L(rb).concat())
+
+def same(*args, **kwargs):
+    "The plain run, and the one with blocks that are computed again"
+    a = state(fitted(*args, **kwargs))
+    assert_equal(state(fitted(*args, plain=False, **kwargs)), a)
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('arch', archs)
+def test_bit_for_bit(arch):
+    "Over two epochs with batch norm, dropout, drop path, weight dropout, and hidden states"
+    make,data,*kw = archs[arch]
+    same(make, data, **(kw[0] if kw else {}))
+
+class Net(nn.Module):
+    "What can go wrong, small: batch norm, dropout, a list that grows, keyword arguments, draws of NumPy and of Python"
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3,8,3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2))
+        self.body = nn.ModuleList([Odd() for _ in range(3)])
+        self.head = nn.Sequential(nn.Flatten(), nn.Linear(8*49,3))
+    def forward(self, x):
+        xs = [self.stem(x)]
+        for m in self.body: xs.append(m(xs, extra=dict(scale=torch.tensor(2.))))
+        return self.head(sum(xs))
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv,self.bn,self.drop = nn.Conv2d(8,8,3,padding=1),nn.BatchNorm2d(8),nn.Dropout(.3)
+        self.register_buffer('n', torch.zeros(()))
+    def forward(self, xs, extra):
+        self.n += 1
+        x = self.drop(self.bn(self.conv(torch.stack(xs).mean(0))))
+        return F.relu(x*extra['scale']*(np.random.rand()+.5)+random.random()+torch.rand(1))
+
+odd = Net,images(16, 12)
+
+def test_odd_blocks():
+    same(*odd)
+    learn = fitted(*odd, plain=False)
+    # two epochs of two batches, and one of validation
+    assert all(m.n==6 for m in learn.model.body), 'a buffer moved twice'
+
+others = dict(
+    accumulate=lambda: AccumulateStep(2), micro_batch=lambda: MicroBatch(4), auto=lambda: MicroBatch(),
+    coupled=lambda: MicroBatch(4, coupled=True), both=lambda: [MicroBatch(5), AccumulateStep(2)],
+    bf16=lambda: OnCpu(torch.bfloat16), micro_batch_bf16=lambda: [MicroBatch(4), OnCpu(torch.bfloat16)],
+    offload=lambda: OffloadActivations(), clip=lambda: GradientClip(.1))
+
+@pytest.mark.parametrize('k', others)
+@pytest.mark.parametrize('model', ['odd','resnet18'])
+def test_beside(k, model):
+    "With other callbacks, training is the same as with those callbacks alone"
+    make,data = odd if model=='odd' else (body(resnet18), images(32, 12))
+    same(make, data, cbs=others[k])
+
+own = dict(one=lambda o: L(o.body[0]), two=lambda o: [o.body[1],o.stem], tuple=lambda o: tuple(o.body),
+           function=lambda o: risinstance(Odd))
+
+@pytest.mark.parametrize('k', own)
+def test_blocks(k):
+    "Blocks of one's own"
+    same(*odd, on=lambda l: l.gradient_checkpointing(own[k](l.model)))
+
+def test_fits():
+    "Frozen and unfrozen, `lr_find` before, several fits"
+    def fit(learn): learn.lr_find(num_it=12, show_plot=False); learn.fine_tune(1); learn.fit(1)
+    def split(m): return [params(m.stem), params(m.body), params(m.head)]
+    same(*odd, fit=fit, splitter=split)
+
+def calls(learn):
+    "How often the blocks run in a fit"
+    ns = Counter()
+    for i,m in enumerate(learn.model.body): m.conv.register_forward_hook(lambda *_, i=i: ns.update([i]))
+    return ns
+
+def test_it_recomputes():
+    "Blocks run twice in training and once in validation, and their own hooks once"
+    learn,own = get_learner(*odd),[]
+    ns = calls(learn)
+    learn.model.body[0].register_forward_hook(lambda *_: own.append(1))
+    learn.gradient_checkpointing().fit(1)
+    assert ns=={0:5, 1:5, 2:5} and len(own)==3, (ns,own)   # two batches, and one of validation
+
+def ender(exc, event):
+    def f(cb):
+        if cb.training and not vars(cb.learn).get('iter'): raise exc('ended')
+    return Callback(**{event:f})
+
+ends = OSError,KeyboardInterrupt,CancelFitException,CancelEpochException,CancelTrainException,CancelBatchException
+training_events = """before_epoch before_train before_batch after_pred after_loss after_backward after_step after_batch
+after_train after_epoch""".split()
+
+@pytest.mark.parametrize('event', training_events)
+@pytest.mark.parametrize('exc', ends, ids=lambda o: o.__name__)
+def test_endings(exc, event):
+    "However a fit ends, nothing is left, and the next fit is that of a learner that was ended the same way"
+    def run(learn):
+        with suppress(exc, RuntimeError): learn.fit(2, cbs=ender(exc, event))
+        learn.opt.zero_grad()
+        learn.model.eval()
+        assert is_clean(learn), [k for k,m in learn.model.named_modules() if 'forward' in vars(m)]
+        learn.fit(1)
+    same(*odd, fit=run)
+
+class Fails(nn.Module):
+    "Raises in the forward or in the backward pass"
+    def __init__(self, where): super().__init__(); self.where,self.n = where,0
+    def forward(self, x):
+        if self.where=='forward': raise KeyboardInterrupt
+        self.n += 1
+        if self.where=='again' and self.n==2: raise KeyboardInterrupt
+        if self.where=='backward': x.register_hook(self._raise)
+        return x
+    def _raise(self, g): raise OSError
+
+@pytest.mark.parametrize('where', ['forward','backward','again'])
+def test_fails_inside(where):
+    "An exception in a block, as it runs, as it goes backward, or as it runs again"
+    def run(learn):
+        drop,learn.model.body[1].drop = learn.model.body[1].drop,nn.Sequential(learn.model.body[1].drop, Fails(where))
+        if where!='again':
+            with pytest.raises((OSError,KeyboardInterrupt)): learn.fit(1)
+        else:
+            with suppress(KeyboardInterrupt, RuntimeError): learn.fit(1)   # the plain run has none
+        assert is_clean(learn)
+        learn.model.body[1].drop = drop
+    ls = [get_learner(*odd) for _ in range(2)]
+    ls[1].gradient_checkpointing()
+    for l in ls: set_seed(1); run(l)
+    assert all(m.training for m in ls[1].model.modules())
+    if where=='again': return
+    sa,sb = ([o.detach().clone() for o in l.model.state_dict().values()] for l in ls)
+    assert all(map(torch.equal, sa, sb))
+
+def interrupt(cb): raise KeyboardInterrupt
+
+@pytest.mark.parametrize('order', [-1000,0,1000])
+@pytest.mark.parametrize('event', ['before_fit', *training_events, 'before_validate'])
+def test_ctrl_c(event, order):
+    "Ctrl-C in another callback leaves nothing of both in the learner: it has the attributes of the plain one"
+    def run(*cbs):
+        learn = get_learner(*odd)
+        learn.add_cbs(cbs)
+        ctrl_c = Callback(**{event:interrupt})
+        ctrl_c.order = order
+        with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=ctrl_c)
+        return learn
+    a,b = run(),run(GradientCheckpointing(), OffloadActivations())
+    names = {cb.name for cb in b.cbs}
+    assert is_clean(b) and set(vars(b))-names==set(vars(a))-names
+    assert [set(vars(m)) for m in b.model.modules()]==[set(vars(m)) for m in a.model.modules()]
+    b.fit(1)
+    assert is_clean(b)
+
+@pytest.mark.parametrize('event', ['before_fit', *[o for o in training_events if o not in ('after_loss','after_step')]])
+def test_validates_in_between(event):
+    "A callback validates in the middle; blocks still run again afterwards"
+    def f(cb):
+        if not cb.learn.lock.locked():
+            with torch.no_grad(), cb.learn.validation_context(): pred = cb.learn.model(cb.dls.valid.one_batch()[0])
+    def validates(cb):
+        if not cb.learn.lock.locked(): cb.learn.validate(cbs=NoCount())
+    class NoCount(Callback): pass
+    ns = []
+    for g in ((f, validates) if event in ('before_fit','after_epoch','before_epoch') else (f,)):
+        learn = get_learner(*odd).gradient_checkpointing()
+        c = calls(learn)
+        learn.fit(1, cbs=Callback(**{event:g}))
+        assert is_clean(learn)
+        assert c[0]>=5, c
+
+def saves(where):
+    "What a callback saves, if it saves the learner in the middle of a fit"
+    def f(cb):
+        if cb.training: where.append(pickle.dumps(cb.learn.model)); where.append(deepcopy(cb.learn.model))
+    return Callback(after_loss=f)
+
+def test_copies():
+    "A model that is copied or pickled in the middle of a fit is the plain one"
+    learn,got = get_learner(*odd).gradient_checkpointing(),[]
+    learn.fit(1, cbs=saves(got))
+    for m in (pickle.loads(got[0]),got[1]):
+        ran = []
+        m.body[0].conv.register_forward_hook(lambda *_: ran.append(1))
+        m(torch.randn(2,3,16,16)).sum().backward()
+        assert len(ran)==1
+        assert not find_blocks(m)==[] and [str(b) for b in find_blocks(m)]==[str(b) for b in find_blocks(learn.model)]
+    new = deepcopy(learn)
+    for l in (learn,new): set_seed(3); l.fit(1); assert is_clean(l)
+    assert_equal(state(new)[:1], state(learn)[:1])
+
+class Exports(Callback):
+    def after_train(self): self.learn.export('mid.pkl')
+
+def test_export(tmp_path):
+    "`export` in the middle of a fit and after it, and `load_learner`"
+    learn = get_learner(*odd).gradient_checkpointing()
+    learn.dls,learn.path = make_dls(24, 12, x=torch.randn(24,3,16,16)),tmp_path
+    x = learn.dls.valid.one_batch()[0]
+    learn.fit(1, cbs=Exports())
+    learn.export('end.pkl')
+    for nm in ('mid','end'):
+        l = load_learner(tmp_path/f'{nm}.pkl')
+        assert isinstance(l.checkpointing, GradientCheckpointing) and is_clean(l)
+        l.dls = learn.dls
+        l.fit(1)
+        assert is_clean(l)
+    def preds(l): set_seed(0); return l.model.eval()(x)   # `Odd` draws numbers in evaluation too
+    assert torch.equal(preds(load_learner(tmp_path/'end.pkl')), preds(learn))
+
+def test_removed():
+    "Removed in the middle of an epoch: that epoch is finished as it began, and the next is plain"
+    learn = get_learner(*odd).gradient_checkpointing()
+    ns,seen = calls(learn),[]
+    def f(cb):
+        if cb.training: cb.learn.remove_cb(GradientCheckpointing)
+    learn.fit(2, cbs=[Callback(after_batch=f), Callback(after_train=lambda cb: seen.append(ns[0]))])
+    assert seen==[4,7] and is_clean(learn), seen
+
+def test_added():
+    "Added by another callback, and replaced by the method"
+    learn = get_learner(*odd).gradient_checkpointing().gradient_checkpointing(risinstance(Odd))
+    assert sum(isinstance(o, GradientCheckpointing) for o in learn.cbs)==1 and learn.checkpointing.blocks is not None
+    learn = get_learner(*odd)
+    ns = calls(learn)
+    def add(cb):
+        if not learn.cbs.filter(risinstance(GradientCheckpointing)): learn.add_cb(GradientCheckpointing())
+    learn.fit(2, cbs=Callback(before_batch=add))
+    assert ns[0]==3+5 and is_clean(learn)   # from the next epoch on
+
+def refuse(pat, blocks=None, make=None):
+    learn = get_learner(make or Net, odd[1])
+    if callable(blocks): blocks = blocks(learn.model)
+    with pytest.raises(ValueError, match=pat): learn.gradient_checkpointing(blocks).fit(1)
+
+def test_refused():
+    must = 'blocks must be a list of modules, a function module -> bool, or None, got'
+    for o in (3, 'layer1'): refuse(f'{must} {o!r}', o)
+    refuse('blocks must be a list .* got Odd', lambda m: m.body[0])
+    refuse(r'blocks\[1\] is Linear, which is not in the model', lambda m: [m.body[0], nn.Linear(2,2)])
+    refuse(r"blocks\[0\] is 'stem', which is not a module; pass modules of learn.model", ['stem'])
+    refuse(r'blocks\[0\] is ModuleList, a list of modules, which the model never calls', lambda m: [m.body])
+    refuse(r'blocks overlap, since body.1.conv is inside body.1', lambda m: [m.body[1], m.body[1].conv])
+    refuse(r'blocks overlap, since stem is inside the model', lambda m: lambda o: isinstance(o, (Net,nn.Sequential)))
+    refuse(r'blocks selects no module of the model Net; pass blocks=\[...\]', lambda m: lambda o: False)
+    def mlp(): return nn.Sequential(nn.Flatten(), nn.Linear(3*256,8), nn.Tanh(), nn.Linear(8,3))
+    refuse(r'found no blocks in the model Sequential; pass blocks=\[...\], .* or blocks=f', make=mlp)
+    def scripted():
+        m = Net(); m.stem = torch.jit.script(m.stem); return m
+    refuse('stem is scripted', make=scripted)
+
+@pytest.mark.skipif(not hasattr(nn.Module, 'compile'), reason='compiles a module in place, which this PyTorch cannot')
+def test_compiled():
+    refuse('the model is compiled', make=lambda: torch.compile(Net()))
+    def part():
+        m = Net(); m.body[1].compile(); return m
+    refuse('body.1 is compiled', make=part)
+
+class InPlace(Odd):
+    def forward(self, xs, extra): xs[0].mul_(2); return super().forward(xs, extra)
+
+def test_in_place():
+    "A block that changes its input in place is refused by name"
+    def make():
+        m = Net(); m.body[1] = InPlace(); return m
+    learn = get_learner(make, odd[1]).gradient_checkpointing()
+    why = 'body.1 changes its input in place, so it cannot be computed again; leave it out of blocks'
+    with pytest.raises(RuntimeError, match=why): learn.fit(1)
+    assert is_clean(learn)
+
+names = dict(
+    resnet18='0[0:4] 0.4.0 0.4.1 0.5.0 0.5.1 0.6.0 0.6.1 0.7.0 0.7.1 1[1:9]',
+    xresnet18='[0:4] 4.0 4.1 5.0 5.1 6.0 6.1 7.0 7.1 [9:12]',
+    vgg='0.0[0:4] 0.0[4:8] 0.0[8:15] 0.0[15:22] 0.0[22:29] 1[1:9]',
+    encoder='layers.layers.0 layers.layers.1 layers.layers.2',
+    bert='m.bert.embeddings m.bert.encoder.layer.0 m.bert.encoder.layer.1 m.bert.pooler',
+    gpt2='m.transformer.h.0 m.transformer.h.1')
+
+@pytest.mark.parametrize('arch', names)
+def test_find_blocks(arch): assert ' '.join(map(str, find_blocks(archs[arch][0]())))==names[arch]
+
+@pytest.mark.parametrize('arch', archs)
+def test_blocks_do_not_overlap(arch):
+    model = archs[arch][0]()
+    inside = [id(o) for b in find_blocks(model) for m in b.ms for o in m.modules()]
+    assert len(inside)==len(set(inside))
+
+def peak(arch, on=noop, **kwargs):
+    "Bytes at the peak of a training step of 16 images of 128 pixels, its parameters and buffers included"
+    learn = get_learner(body(arch), images(128, 16), opt_func=SGD)
+    learn.add_cb(NoValid())
+    on(learn)
+    batches = learn.dls.train.dataset[:1]
+    learn.dls = DataLoaders(DataLoader(batches, bs=None), DataLoader(batches, bs=None))
+    learn.fit(1)
+    return peak_bytes(lambda: learn.fit(1))+held_bytes(learn)[0]
+
+@pytest.mark.parametrize('arch,most', [(resnet34,.6), (resnet50,.5)], ids=['resnet34','resnet50'])
+def test_memory(arch, most):
+    a,b = peak(arch, Learner.gradient_checkpointing),peak(arch)
+    assert a/b<=most, f'{a/b:.3f} of the memory of the plain run, allowed {most}'
+
+def test_nothing_is_kept():
+    "No activation outlives the step"
+    def live(): gc.collect(); return sum(isinstance(o, Tensor) for o in gc.get_objects())
+    learn = get_learner(*odd).gradient_checkpointing()
+    learn.fit(1)
+    n = live()
+    learn.fit(2)
+    assert live()<=n+10, (live(),n)
+
+# for `test_offload.py`; pytest would run the tests twice
+__all__ = [o for o in globals() if not o.startswith(('_','test'))]

@@ -1,0 +1,674 @@
+"""`MicroBatch(exact=True)`: batch norm, dropout and every other draw are the whole batch's.
+
+Everything is float64 and compared with the large batch, the state of the random generators included. A deep network
+with batch norm amplifies rounding: the large batch itself, run on another number of threads, ends 1e-12 away at a
+learning rate of 1e-3. So deep networks train at 1e-5 here, with the same bound."""
+import gc,pickle,signal,threading
+from contextlib import nullcontext
+from itertools import chain
+import pytest
+from harness import *
+from fastai.text.models import *
+from fastai.vision.all import create_unet_model,create_vision_model,resnet18,resnet50,xresnet18,MixUp,CutMix
+from fastai.tabular.model import TabularModel
+from fastai_accum.all import *
+from fastai_accum.replace import Lent
+from torch.nn import functional as F
+from torchvision.ops import stochastic_depth
+
+pytestmark = needs_exact
+
+def train(model, x, y, cbs=None, bs=None, lr=1e-3, epochs=2, drop_last=False, loss_func=None, fit='fit_one_cycle',
+          splitter=params, **kwargs):
+    "A fit of a copy of `model`, and the state of the generators after it"
+    set_seed(0)
+    bs = bs or 2*len(y)//5   # two whole batches and a smaller one
+    dls = make_dls(len(y), bs, y=y, x=x, drop_last=drop_last, valid_bs=bs)
+    model = deepcopy(model) if isinstance(model, nn.Module) else model()
+    learn = make_learner(dls, model.double(), loss_func, partial(SGD, mom=.9), cbs, lr=lr, splitter=splitter, **kwargs)
+    set_seed(1)
+    getattr(learn, fit)(epochs, lr)
+    learn.rng = torch.get_rng_state(),random.getstate(),np.random.get_state()[1].tolist(),np.random.get_state()[2]
+    return learn
+
+def same(model, x, y, n=3, tol=TOL, but=(), **kwargs):
+    "Whether slices of `n` samples train as the whole batch"
+    a = train(model, x, y, **kwargs)
+    b = train(model, x, y, **{**kwargs, 'cbs':L(kwargs.get('cbs')) + MicroBatch(n, exact=True)})
+    assert_same(b, a, tol, but)
+    assert torch.equal(a.rng[0], b.rng[0]) and a.rng[1:]==b.rng[1:], 'the generators end elsewhere'
+    left_alone(b.model)
+    return b
+
+def left_alone(model):
+    ours = [t for t in threading.enumerate() if t.name.startswith('Thread-') and t.daemon]
+    assert threading.active_count()==1 or not ours, ours
+    assert not [n for n,m in model.named_modules() if any(isinstance(v, Lent) for v in vars(m).values())]
+
+images = torch.randn(20,3,32,32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+large  = torch.randn(20,3,64,64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+labels = classes(20)
+
+class Fn(nn.Module):
+    "A model around a function of the features of a batch and the module `m`"
+    def __init__(self, f, *ms, d=6, h=8):
+        super().__init__()
+        self.f,self.ms,self.inp,self.head = f,nn.ModuleList(ms),nn.Linear(d,h,bias=False),nn.Linear(h,3)
+    def forward(self, x): return self.head(self.f(self.inp(x), *self.ms))
+
+def flat(f, *ms, **kwargs): torch.manual_seed(2); return Fn(f, *ms, **kwargs)
+X,Y = features(20),classes(20)
+X2,Y2 = features(40),classes(40)   # enough of them for two norms, one after the other
+
+# ---- batch norm
+
+def conv(bn, nd=2):
+    torch.manual_seed(2)
+    C = (nn.Conv1d,nn.Conv2d,nn.Conv3d)[nd-1]
+    return nn.Sequential(C(2,4,3,bias=False), bn, nn.ReLU(), nn.Flatten(), nn.Linear(4*2**nd, 3))
+
+@pytest.mark.parametrize('bs', [1,3,5,7])
+def test_slices_of_any_size(bs): same(conv(nn.BatchNorm2d(4)), torch.randn(20,2,4,4).double(), labels, bs)
+
+arguments = [{}, dict(momentum=None), dict(affine=False), dict(track_running_stats=False),
+             dict(affine=False, track_running_stats=False), dict(eps=.1, momentum=.7)]
+
+@pytest.mark.parametrize('nd', [1,2,3])
+@pytest.mark.parametrize('kw', arguments, ids=str)
+def test_norms(nd, kw):
+    torch.manual_seed(0)
+    norm = (nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d)[nd-1]
+    same(conv(norm(4, **kw), nd), torch.randn(20,2,*[4]*nd).double(), labels)
+
+def test_a_norm_of_features(): same(flat(lambda h, bn: bn(h).relu(), nn.BatchNorm1d(8)), X, Y)
+
+def test_a_norm_used_twice(): same(flat(lambda h, bn: bn(bn(h).relu()+h), nn.BatchNorm1d(8, momentum=None)), X, Y)
+
+def test_a_norm_at_the_input(): same(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6,3)), X, Y)
+
+def test_functional(): same(flat(lambda h: F.batch_norm(h, None, None, training=True)), X, Y)
+
+def test_torch_batch_norm():
+    same(flat(lambda h: torch.batch_norm(h, None, None, None, None, True, .1, 1e-5, False)), X, Y)
+
+def test_a_norm_with_a_forward_of_its_own():
+    class Act(nn.BatchNorm1d):
+        def forward(self, x):
+            self.num_batches_tracked.add_(1)
+            ts = self.running_mean,self.running_var,self.weight,self.bias
+            return F.batch_norm(x, *ts, True, self.momentum, self.eps).tanh()
+    same(flat(lambda h, bn: bn(h), Act(8)), X, Y)
+
+def test_a_norm_whose_output_is_not_used(): same(flat(lambda h, bn: (bn(h), h)[1], nn.BatchNorm1d(8)), X, Y)
+
+def test_skip_connections():
+    norms = [nn.BatchNorm1d(8) for _ in range(3)]
+    same(flat(lambda h, a, b, c: c((h+b(a(h).tanh())).tanh())+h, *norms), X2, Y2)
+
+def test_instance_norm_and_group_norm_pass():
+    norms = nn.Sequential(nn.InstanceNorm2d(4), nn.GroupNorm(2,4), nn.Tanh(), nn.BatchNorm2d(4))
+    same(conv(norms), torch.randn(20,2,4,4).double(), labels)
+
+def test_a_last_batch_that_is_kept_or_dropped():
+    for drop_last in True,False: same(flat(lambda h, bn: bn(h), nn.BatchNorm1d(8)), X, Y, drop_last=drop_last)
+
+def test_a_last_batch_of_two(): same(flat(lambda h, bn: bn(h), nn.BatchNorm1d(8)), X[:18], Y[:18], 1, bs=8)
+
+@pytest.mark.parametrize('train_bn', [True,False])
+def test_a_frozen_group(train_bn):
+    body = nn.Sequential(nn.Linear(6,8,bias=False), nn.BatchNorm1d(8))
+    m = nn.Sequential(body, nn.Sequential(nn.Tanh(), nn.Linear(8,8,bias=False), nn.BatchNorm1d(8), nn.Linear(8,3)))
+    class FreezeFirst(Callback):
+        order = -5
+        def before_fit(self): self.learn.freeze()
+    same(m, X, Y, cbs=FreezeFirst(), splitter=lambda m: [params(m[0]),params(m[1])], train_bn=train_bn)
+
+def test_norms_in_evaluation_need_no_lockstep(capsys):
+    same(flat(lambda h, bn: bn(h), nn.BatchNorm1d(8)), X, Y, cbs=BatchNormEval())
+    assert 'no batch norm' in capsys.readouterr().out
+
+def test_one_sample_is_refused_as_without():
+    for cb in None,MicroBatch(3, exact=True):
+        with pytest.raises(ValueError, match='more than 1 value per channel'):
+            train(flat(lambda h, bn: bn(h), nn.BatchNorm1d(8)), X[:17], Y[:17], bs=8, cbs=cb)
+
+# ---- draws
+
+def rows_first(x, *ms): return x+torch.rand(len(x), 8).double()
+class Hand(nn.Module):
+    "Stochastic depth as timm writes it"
+    def forward(self, x): return x*x.new_empty((len(x),)+(1,)*(x.ndim-1)).bernoulli_(.5) if self.training else x
+
+def generator(): return torch.Generator().manual_seed(3)
+def three(h): return [h]*3
+
+draws = dict(
+    dropout      = lambda: flat(lambda h, d: d(h), nn.Dropout(.3)),
+    inplace      = lambda: flat(lambda h, d: d(h*2), nn.Dropout(.3, inplace=True)),
+    functional   = lambda: flat(lambda h: F.dropout(h, .3)),
+    dropout1d    = lambda: flat(lambda h, d: d(h[:,:,None]).squeeze(2), nn.Dropout1d(.3)),
+    dropout2d    = lambda: flat(lambda h, d: d(h[:,:,None,None]).flatten(1), nn.Dropout2d(.3)),
+    dropout3d    = lambda: flat(lambda h, d: d(h[:,:,None,None,None]).flatten(1), nn.Dropout3d(.3)),
+    alpha        = lambda: flat(lambda h, d, e: e(d(h)), nn.AlphaDropout(.3), nn.FeatureAlphaDropout(.3)),
+    rnn          = lambda: flat(lambda h, d: d(h[:,None].repeat(1,4,1)).sum(1), RNNDropout(.3)),
+    weight       = lambda: flat(lambda h, d: d(h[:,None])[0][:,0], WeightDropout(nn.LSTM(8,8,batch_first=True), .5)),
+    by_hand      = lambda: flat(rows_first),
+    once         = lambda: flat(lambda h: h*(1+torch.rand(1).double())),
+    like         = lambda: flat(lambda h: h+torch.randn_like(h)+torch.rand_like(h)),
+    probability  = lambda: flat(lambda h: h*torch.bernoulli(h.sigmoid().detach())),
+    normal       = lambda: flat(lambda h: h+torch.normal(h.detach(), 1.)),
+    randint      = lambda: flat(lambda h: h*torch.randint(0, 3, h.shape)),
+    row_depth    = lambda: flat(lambda h: stochastic_depth(h, .5, 'row')),
+    batch_depth  = lambda: flat(lambda h: stochastic_depth(h, .5, 'batch')),
+    timm_depth   = lambda: flat(lambda h, d: d(h), Hand()),
+    second       = lambda: flat(lambda h: F.dropout(h.t(), .3).t()),
+    heads        = lambda: flat(lambda h: F.dropout(h.view(-1,4,2).flatten(0,1), .3).view(-1,8)),
+    python       = lambda: flat(lambda h: h*(2 if random.random()<.5 else 1)*(1+np.random.rand())),
+    own          = lambda: flat(lambda h, g=generator(): h+torch.rand(len(h), 1, generator=g).double()),
+    attention    = lambda: flat(lambda h, a: a(*three(h.view(-1,2,4)))[0].flatten(1),
+                                nn.MultiheadAttention(4, 2, dropout=.3, batch_first=True)),
+    attention_t  = lambda: flat(lambda h, a: a(*three(h.view(-1,2,4).transpose(0,1)))[0].transpose(0,1).flatten(1),
+                                nn.MultiheadAttention(4, 2, dropout=.3)),
+    scaled       = lambda: flat(lambda h: F.scaled_dot_product_attention(*three(h.view(-1,1,2,4)),
+                                                                         dropout_p=.3).flatten(1)))
+
+@pytest.mark.parametrize('bs', [1,3])
+@pytest.mark.parametrize('norm', [False,True], ids=['alone','between norms'])
+@pytest.mark.parametrize('k', draws)
+def test_draws(k, norm, bs):
+    def make():
+        m = draws[k]()
+        if norm:
+            m.inp  = nn.Sequential(m.inp, nn.BatchNorm1d(8), nn.Tanh())
+            m.head = nn.Sequential(nn.Tanh(), nn.BatchNorm1d(8), nn.Dropout(.2), m.head)
+        if k=='own': m.f.__defaults__[0].manual_seed(3)
+        return m
+    same(make, X2, Y2, 2*bs-1)
+
+def test_the_masks_are_filled_in_the_order_of_memory():
+    class Last(nn.Module):
+        def forward(self, x): return F.dropout(x.to(memory_format=torch.channels_last), .3)
+    same(conv(nn.Sequential(Last(), nn.BatchNorm2d(4), Last())), torch.randn(20,2,4,4).double(), labels)
+
+# ---- what is refused, before any weight moves
+
+class Center(nn.Module):
+    def forward(self, x): return x-x.mean(0)
+
+class Odd(nn.Module):
+    "A batch norm only where a feature is large"
+    def __init__(self): super().__init__(); self.bn = nn.BatchNorm1d(6)
+    def forward(self, x): return self.bn(x) if (x[:,0]>9).any() else x
+
+def again(m, h, **kwargs): return torch.utils.checkpoint.checkpoint(m, h, **kwargs)
+
+refused = dict(
+    mean     = (lambda: flat(lambda h, c: c(h), Center()), "Center 'ms.0'"),
+    mean_of_a_function = (lambda: flat(lambda h: h-h.mean(0)), 'depends on the other samples'),
+    spectral = (lambda: flat(lambda h, l: l(h), nn.utils.spectral_norm(nn.Linear(8,8))), 'buffer'),
+    spectral_parametrized = (lambda: flat(lambda h, l: l(h), nn.utils.parametrizations.spectral_norm(nn.Linear(8,8))),
+                             'buffer'),
+    instance = (lambda: conv(nn.InstanceNorm2d(4, track_running_stats=True)), 'buffer'),
+    shuffle  = (lambda: flat(lambda h: h+h[torch.randperm(len(h))]), 'randperm'),
+    two_dims = (lambda: flat(lambda h: h*torch.rand(len(h),len(h)).double().sum(1,keepdim=True)), 'which dimension'),
+    poisson  = (lambda: flat(lambda h: h+torch.poisson(h.detach().abs())), 'poisson'),
+    rrelu    = (lambda: flat(lambda h, r: r(h), nn.RReLU()), 'rrelu'),
+    scripted = (lambda: nn.Sequential(torch.jit.script(nn.Linear(6,3).double())), 'torch.jit'),
+    compiled = (lambda: flat(lambda h, l: l(h), torch.compile(nn.Linear(8,8))), 'torch.compile'),
+    checkpointed = (lambda: flat(lambda h, l: again(l, h, use_reentrant=False),
+                                 nn.Sequential(nn.Linear(8,8), nn.BatchNorm1d(8))), 'checkpoints'),
+    checkpointed_draws = (lambda: flat(lambda h, l: again(l, h, use_reentrant=True),
+                                       nn.Sequential(nn.Linear(8,8), nn.Dropout())), 'checkpoints'))
+
+class Keeps(nn.Module):
+    "Keeps something of its activations for a loss"
+    def __init__(self, keep):
+        super().__init__()
+        self.keep,self.bn,self.seen,self.box = keep,nn.BatchNorm1d(8),[],SimpleNamespace()
+    def forward(self, h): h = self.bn(h); self.keep(self, h); return h
+
+class Moves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn,self.avg = nn.BatchNorm1d(8),nn.Parameter(torch.zeros(8), requires_grad=False)
+    def forward(self, h):
+        with torch.no_grad(): self.avg.lerp_(h.mean(0), .1)
+        return self.bn(h)
+
+class Hidden0(nn.Module):
+    "A branch whose weights begin at zero hides that it looks at the other samples"
+    def __init__(self): super().__init__(); self.g = nn.Parameter(torch.zeros(()))
+    def forward(self, h): return h+self.g*(h-h.mean(0))
+
+refused.update(
+    keeps_a_number = (lambda: flat(lambda h, k: k(h), Keeps(lambda m, h: setattr(m, 'aux', h.pow(2).mean()))),
+                      "keeps 'aux'"),
+    keeps_a_list   = (lambda: flat(lambda h, k: k(h), Keeps(lambda m, h: m.seen.append(h))), "keeps 'seen'"),
+    keeps_in_a_box = (lambda: flat(lambda h, k: k(h), Keeps(lambda m, h: setattr(m.box, 'h', h))), "keeps 'h'"),
+    moves_a_parameter = (lambda: flat(lambda h, m: m(h), Moves()), "parameter 'ms.0.avg' changes"),
+    begins_at_zero = (lambda: flat(lambda h, m: m(h), Hidden0()), "Hidden0 'ms.0'"),
+    frequency      = (lambda: flat(lambda h, e: h+e(torch.zeros(len(h), dtype=torch.long)),
+                                   nn.Embedding(3,8,scale_grad_by_freq=True)), 'scale_grad_by_freq'),
+    for_each_sample = (lambda: flat(lambda h: h*tensor([random.random()<.02 for _ in h])[:,None]),
+                       'random numbers|depends on'),
+    a_table        = (lambda: flat(lambda h, bn: h+bn(torch.arange(40.).view(5,8).double()).mean(0),
+                                   nn.BatchNorm1d(8)), 'no row for each sample'))
+
+@pytest.mark.parametrize('k', refused)
+@pytest.mark.filterwarnings('ignore')
+def test_refused(k):
+    make,msg = refused[k]
+    m = make().double()
+    dls = make_dls(20, 8, y=labels, x=torch.randn(20,2,4,4).double() if k=='instance' else X)
+    learn = make_learner(dls, m, cbs=MicroBatch(3, exact=True), splitter=params)
+    # one parameter that needs no gradient moves in `forward`, in the rehearsal too
+    def now(): return [*(p for p in m.parameters() if p.requires_grad), *m.buffers()]
+    before = [o.detach().clone() for o in now()]
+    state = torch.get_rng_state()
+    class State(Callback):
+        def before_batch(self): state.copy_(torch.get_rng_state())
+    learn.add_cb(State)
+    with pytest.raises(ValueError, match=msg): learn.fit(1)
+    assert all(map(torch.equal, before, now()))
+    assert torch.equal(state, torch.get_rng_state())
+    left_alone(m)
+
+elsewhere = "one comes to batch norm '2', the other to batch norm '0.bn'"
+
+@pytest.mark.parametrize('at,where', [(6,elsewhere), (4,elsewhere), (1,'depends on the other samples.*0.bn')])
+def test_ways_that_differ(at, where):
+    "The sample at `at` takes another way: in the third slice, in the second, or among those of the rehearsal"
+    x = X.clone(); x[at,0] = 10.
+    m = nn.Sequential(Odd(), nn.Linear(6,6), nn.BatchNorm1d(6), nn.Linear(6,3)).double()
+    learn = make_learner(make_dls(20, 8, y=Y, x=x, shuffle=False), m, cbs=MicroBatch(3, exact=True), splitter=params)
+    before = [o.clone() for o in chain(m.parameters(), m.buffers())]
+    with pytest.raises((RuntimeError,ValueError), match=where): learn.fit(1)
+    assert all(torch.equal(a, b) for a,b in zip(before, chain(m.parameters(), m.buffers())))
+    left_alone(m)
+
+def test_a_deep_network_with_few_values_in_a_channel_is_not_refused():
+    "Batch norm over three values amplifies rounding: in float32 so much that nothing can be compared"
+    x = torch.randn(8,3,32,32, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(3)
+    model = create_vision_model(resnet50, 3, pretrained=False)
+    learn = make_learner(make_dls(8, 8, y=labels[:8], x=x, valid_bs=8), model, cbs=MicroBatch(3, exact=True),
+                         splitter=params)
+    learn.recorder.smooth_loss = AvgSmoothLoss()
+    with learn.no_bar(): learn.fit(1, 1e-5, cbs=NoValid())
+
+class NoValid(Callback):
+    def before_validate(self): raise CancelValidException
+
+# ---- fastai's models
+
+# some are as small as the rounding; weights, buffers, the optimizer's state and what is recorded are compared
+deep = 'step.grads',
+
+def body(): torch.manual_seed(3); return create_vision_model(resnet18, 3, pretrained=False)
+
+@pytest.mark.parametrize('bs', [6,1])
+def test_resnet(bs): same(body, large[:16], labels[:16], bs, bs=8, lr=1e-5, but=deep)
+
+def test_xresnet():
+    torch.manual_seed(3)
+    same(xresnet18(n_out=3, p=.2), large[:16], labels[:16], bs=8, lr=1e-5, but=deep)
+
+def test_unet():
+    def make(): torch.manual_seed(3); return create_unet_model(resnet18, 2, (32,32), pretrained=False)
+    y = torch.randint(0, 2, (8,32,32), generator=torch.Generator().manual_seed(0))
+    same(make, images[:8], y, bs=8, lr=1e-5, loss_func=nn.CrossEntropyLoss())
+
+class Tabular(nn.Module):
+    "Takes a row of two categories and four numbers"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.m = TabularModel([(3,4),(5,3)], 4, 3, [10,8], ps=.2, embed_p=.3, bn_final=True)
+    def forward(self, x): return self.m(x[:,:2].round().abs().long()%3, x[:,2:])
+
+def test_tabular(): same(Tabular(), X2, Y2, 7, bs=16)
+
+def test_tabular_with_two_inputs():
+    class Cut(Callback):
+        order = -50
+        def before_batch(self): x, = self.xb; self.learn.xb = x[:,:2].abs().long()%3,x[:,2:]
+    same(Tabular().m, X2, Y2, 7, bs=16, cbs=Cut())
+
+def encoder(batch_first):
+    torch.manual_seed(3)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=.2, batch_first=batch_first)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+def test_transformer():
+    same(flat(lambda h, e: e(h.view(-1,2,8)).flatten(1), encoder(True), d=6, h=16), X, Y)
+    same(flat(lambda h, e: e(h.view(-1,2,8).transpose(0,1)).transpose(0,1).flatten(1), encoder(False), d=6, h=16), X, Y)
+
+def words(n=20, t=12): return torch.randint(2, 30, (n,t), generator=torch.Generator().manual_seed(0))
+awd = dict(emb_sz=6, n_hid=8, n_layers=2, pad_token=1, bidir=False, hidden_p=.2, input_p=.3, embed_p=.1, weight_p=.3)
+
+def test_awd_lstm_classifier():
+    class Pred(Callback):
+        def after_pred(self): self.learn.pred = self.pred[0]
+    config = {**awd, 'output_p':.4}
+    def make():
+        torch.manual_seed(3)
+        return get_text_classifier(AWD_LSTM, 30, 3, seq_len=5, config=config, lin_ftrs=[7], ps=[.1])
+    for n in 3,1: same(make, words(), Y, n, cbs=[ModelResetter(),Pred()])
+
+def test_awd_lstm():
+    class Pred(Callback):
+        def after_pred(self): self.learn.pred = self.pred[0].flatten(0,1)
+        def before_batch(self): self.learn.yb = self.xb[0].flatten(),
+    config = {**awd, 'output_p':.4, 'tie_weights':True, 'out_bias':True}
+    def make(): torch.manual_seed(3); return get_language_model(AWD_LSTM, 30, config=config)
+    same(make, words(), Y, cbs=[ModelResetter(),Pred()], drop_last=True)
+
+@pytest.mark.parametrize('name', ['resnet18','convnext_atto','regnetx_002','vit_tiny_patch16_224'])
+def test_timm(name):
+    timm = pytest.importorskip('timm', reason='tests a model of timm, which is not installed')
+    def make():
+        torch.manual_seed(3)
+        kw = dict(img_size=32, patch_size=8) if name.startswith('vit') else {}
+        return timm.create_model(name, num_classes=3, drop_rate=.2, drop_path_rate=.3, **kw)
+    same(make, (large if 'net' in name else images)[:16], labels[:16], bs=8, lr=1e-5, epochs=1, but=deep)
+
+# ---- beside other callbacks
+
+def bn_drop(): return flat(lambda h, bn, d: d(bn(h).tanh()), nn.BatchNorm1d(8), nn.Dropout(.3))
+
+class Stacked(nn.CrossEntropyLoss): y_int = True   # as fastai's: MixUp mixes losses, not targets
+
+@pytest.mark.parametrize('mix', [MixUp,CutMix])
+def test_mixup_and_cutmix(mix):
+    def mixer(): cb = mix(.4); cb.distrib = torch.distributions.Beta(*torch.tensor([.4,.4])); return cb
+    model,x = conv(nn.Sequential(nn.BatchNorm2d(4), nn.Dropout2d(.2))).double(),torch.randn(20,2,4,4).double()
+    torch.set_default_dtype(torch.float64)   # of λ
+    def run(*cbs): return train(model, x, labels, [mixer(),*cbs], loss_func=Stacked())
+    try: assert_same(run(MicroBatch(3, exact=True)), run())
+    finally: torch.set_default_dtype(torch.float32)
+
+def test_other_ways_to_train():
+    weighted = nn.CrossEntropyLoss(torch.tensor([1.,5,.1]).double())
+    for kw in dict(fit='fit'),dict(fit='fit_flat_cos'),dict(cbs=GradientClip(.1)),dict(loss_func=weighted):
+        same(bn_drop, X, Y, **kw)
+
+def test_lr_find():
+    a,b = (train(bn_drop, X, Y, epochs=1) for _ in range(2))
+    b.add_cb(MicroBatch(3, exact=True))
+    for o in a,b: set_seed(0); o.lr_find(num_it=12, show_plot=False)
+    def left(learn): return [learn.recorder.losses, list(learn.model.state_dict().values())]
+    assert rel(left(b), left(a))[0]<=TOL
+
+@pytest.mark.parametrize('patched', [False,True])
+def test_beside_accumulate_step(patched):
+    "Batch norm sees one batch of the loader at a time, as when `AccumulateStep` accumulates whole batches"
+    kw = dict(bs=8, drop_last=True)
+    def run(*cbs): return train(bn_drop, X2, Y2, cbs=[*cbs, *L(None if patched else AccumulateStep(2))], **kw)
+    with accumulation(2) if patched else nullcontext(): assert_same(run(MicroBatch(3, exact=True)), run())
+
+def test_a_loss_that_couples_samples():
+    def rmse(pred, y): return ((pred-F.one_hot(y,3))**2).mean().sqrt()
+    same(bn_drop, X, Y, loss_func=rmse)
+
+def test_validation_of_norms_without_running_statistics():
+    "They normalise by the batch in evaluation too"
+    same(flat(lambda h, bn: bn(h), nn.BatchNorm1d(8, track_running_stats=False)), X, Y)
+
+def test_activations_that_the_model_keeps():
+    class Keeps(nn.Module):
+        def __init__(self): super().__init__(); self.bn,self.n = nn.BatchNorm1d(8),0
+        def forward(self, h): self.n,self.kept = self.n+1,self.bn(h); return self.kept
+    def make(): m = flat(lambda h, k: k(h), Keeps()); return m
+    class Penalty(Callback):
+        def after_loss(self):
+            if self.training: self.learn.loss_grad = self.learn.loss_grad + self.model.ms[0].kept.pow(4).mean()
+    a = same(make, X, Y, cbs=Penalty())
+    assert a.model.ms[0].n==12   # two epochs of three batches, and as many of validation
+
+def test_the_scaler():
+    scaler = OnCpu(init_scale=2.**10, growth_interval=2)
+    for cbs in [scaler],[scaler,GradientClip(.1)]:
+        a,b = (train(bn_drop, X, Y, cbs=[*deepcopy(cbs), *o]) for o in ([],[MicroBatch(3, exact=True)]))
+        assert_same(b, a)
+        assert a.mixed_precision.kept==b.mixed_precision.kept
+
+@pytest.mark.parametrize('dtype', HALF)
+def test_autocast(dtype):
+    """Autocast is on in the threads of the slices too, and off in a part of the model that switches it off. Half
+    precision rounds a batch and its slices differently"""
+    seen = []
+    class Part(nn.Module):
+        def __init__(self): super().__init__(); self.bn = nn.BatchNorm1d(8)
+        def forward(self, h):
+            seen.append(h.dtype)
+            with torch.autocast('cpu', enabled=False): return self.bn(h.float())
+    def run(*cbs):
+        set_seed(0)
+        model = flat(lambda h, bn, p: p(F.linear(bn(h).tanh(), torch.eye(8))).tanh(), nn.BatchNorm1d(8), Part())
+        learn = make_learner(make_dls(40, 16, x=X2.float()), model.float(), opt_func=SGD, cbs=[OnCpu(dtype), *cbs],
+                             splitter=params)
+        learn.recorder.smooth_loss = AvgSmoothLoss()
+        learn.fit(1, .01)
+        return learn
+    a,b = run(),run(MicroBatch(5, exact=True))
+    assert all(o is dtype for o in seen if o is not torch.float32) and dtype in seen
+    assert rel(list(b.model.parameters()), list(a.model.parameters()))[0]<=HALF[dtype]
+
+# ---- ends
+
+class Boom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, e): ctx.e = e; return x.clone()
+    @staticmethod
+    def backward(ctx, g): raise ctx.e
+
+class Fails(nn.Module):
+    "Fails in slice `k`, in the forward or in the backward pass"
+    def __init__(self, k, e, backward): super().__init__(); store_attr(); self.i = 0
+    def forward(self, x):
+        if not torch.is_grad_enabled(): return x   # the rehearsal
+        self.i += 1
+        if (self.i-1)%3!=self.k: return x
+        if self.backward: return Boom.apply(x, self.e)
+        raise self.e
+
+@pytest.mark.parametrize('norm', [True,False])
+@pytest.mark.parametrize('backward', [False,True])
+@pytest.mark.parametrize('e', [ValueError('mine'), KeyboardInterrupt(), RuntimeError('out of memory')],
+                         ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize('k', [0,1,2])
+def test_a_failure_in_a_slice(k, e, backward, norm):
+    ms = nn.BatchNorm1d(8) if norm else nn.Tanh(),nn.Dropout(),Fails(k, e, backward)
+    m = flat(lambda h, bn, d, f: f(d(bn(h))), *ms).double()
+    learn = make_learner(make_dls(20, 8, y=Y), m, cbs=MicroBatch(3, exact=True), splitter=params)
+    seen = {}
+    class State(Callback):
+        order = -100
+        def before_batch(self):
+            seen.update(rng=torch.get_rng_state(), now=[o.detach().clone() for o in chain(m.buffers(), m.parameters())])
+    learn.add_cb(State)
+    with pytest.raises(type(e)): learn.fit(1)
+    left_alone(m)
+    if backward: return   # the forward pass is over, as in the plain run
+    assert torch.equal(seen['rng'], torch.get_rng_state())
+    assert all(map(torch.equal, seen['now'], chain(m.buffers(), m.parameters())))
+
+def test_auto_repeats_the_batch(capsys):
+    class Limited(nn.Module):
+        def __init__(self): super().__init__(); self.bn = nn.BatchNorm1d(8)
+        def forward(self, h):
+            if len(h)>3: raise RuntimeError('out of memory')
+            return self.bn(h)
+    a = train(flat(lambda h, bn: F.dropout(bn(h)), nn.BatchNorm1d(8)), X, Y)
+    b = train(flat(lambda h, m: F.dropout(m(h)), Limited()), X, Y, cbs=MicroBatch(exact=True))
+    assert_same(b, a); left_alone(b.model)
+    assert 'batches of 8 are now cut into slices of 2' in capsys.readouterr().out
+
+@pytest.mark.parametrize('what', ['export','pickle','deepcopy'])
+def test_a_learner_that_is_saved_in_the_middle(what, tmp_path):
+    m = bn_drop().double()
+    learn = make_learner(make_dls(20, 8, y=Y), m, cbs=MicroBatch(3, exact=True), splitter=params)
+    learn.path = tmp_path
+    class Saves(Callback):
+        def after_pred(self):
+            if not self.training or self.iter: return
+            if what=='deepcopy': deepcopy(self.learn.model)
+            elif what=='pickle': pickle.dumps(self.learn.model)
+            else: torch.save(self.learn.model, tmp_path/'m.pth')
+    m.f = None
+    m.forward = partial(_forward, m)
+    learn.add_cb(Saves)
+    learn.fit(1)
+
+def _forward(m, x): bn,d = m.ms; return m.head(d(bn(m.inp(x)).tanh()))
+
+def test_it_is_said_once(capsys):
+    learn = train(bn_drop, X, Y, cbs=MicroBatch(3, exact=True))
+    learn.fit(1)
+    assert capsys.readouterr().out.count('gives 1 batch norm the statistics')==1
+
+def test_no_threads_and_no_activations_are_left():
+    "After a batch, the activations are gone without the garbage collector"
+    learn = make_learner(make_dls(20, 8, y=Y), bn_drop().double(), cbs=MicroBatch(3, exact=True), splitter=params)
+    learn.remove_cb(Spy)
+    learn.fit(1)
+    gc.collect(); gc.disable()
+    try:
+        n = sum(isinstance(o, Tensor) for o in gc.get_objects())
+        for _ in range(4): learn.fit(1)
+        assert sum(isinstance(o, Tensor) for o in gc.get_objects())<=n+30   # what the recorder and the spy keep
+    finally: gc.enable()
+    left_alone(learn.model)
+
+def test_a_batch_of_another_length_is_rehearsed_too():
+    "Texts of several lengths"
+    def batches():
+        g = torch.Generator().manual_seed(0)
+        return [(torch.randint(2, 30, (8,t), generator=g), torch.randint(0, 3, (8,), generator=g)) for t in (5,9,5,7)]
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(2)
+            self.emb,self.rnn = nn.Embedding(30,6),nn.LSTM(6,8,batch_first=True)
+            self.bn,self.head = nn.BatchNorm1d(8),nn.Linear(8,3)
+        def forward(self, x):
+            h = F.dropout(self.emb(x), .2)
+            for _ in range(x.shape[1]//3): h = F.dropout(h, .1)   # the number of draws depends on the length
+            return self.head(self.bn(self.rnn(h)[0].mean(1)))
+    def run(*cbs):
+        dls = DataLoaders(DataLoader(batches(), bs=None), DataLoader(batches()[:1], bs=None))
+        learn = make_learner(dls, Net().double(), cbs=cbs, splitter=params)
+        set_seed(0); learn.fit(2)
+        return learn
+    a,b = run(),run(MicroBatch(3, exact=True))
+    assert_same(b, a)
+
+def test_a_batch_of_two_samples():
+    "Batch norm needs two samples, so the rehearsal takes one of them twice"
+    same(flat(lambda h: F.dropout(h, .3)), X[:6], Y[:6], 1, bs=2)
+    same(conv(nn.BatchNorm2d(4)), torch.randn(6,2,4,4).double(), labels[:6], 1, bs=2)
+
+class Turned(nn.Module):
+    "Has the samples along the second dimension"
+    def __init__(self): super().__init__(); self.m = bn_drop()
+    def forward(self, x): return self.m(x.t())
+
+class Turn(Callback):
+    order = -50
+    def before_batch(self): self.learn.xb = self.xb[0].t(),
+
+def columns(b, bs): return [(b[0][:,i:i+bs], *(o[i:i+bs] for o in b[1:])) for i in range(0, b[0].shape[1], bs)]
+
+def test_split():
+    a,b = (train(Turned, X, Y, cbs=[Turn(), *o]) for o in ([],[MicroBatch(3, exact=True, split=columns)]))
+    assert_same(b, a); left_alone(b.model)
+
+def test_split_without_targets():
+    "Predictions: without targets nobody can count what `split` returns"
+    learn,dl = train(Turned, X, Y, cbs=Turn(), epochs=1),DataLoader(list(zip(X)), bs=8)
+    plain = learn.get_preds(dl=dl)[0]
+    learn.add_cb(MicroBatch(3, exact=True, split=columns))
+    assert rel(learn.get_preds(dl=dl)[0], plain)[0]<=TOL
+
+def test_checkpointing_beside_it_is_refused():
+    learn = make_learner(make_dls(20, 8, y=Y), bn_drop().double(), splitter=params,
+                         cbs=[MicroBatch(3, exact=True), GradientCheckpointing(risinstance(nn.Linear))])
+    with pytest.raises(ValueError, match='exact=True and GradientCheckpointing cannot be combined'): learn.fit(1)
+    left_alone(learn.model)
+
+# ---- what a review found
+
+def test_a_head_that_the_loss_does_not_use():
+    "Its norms have no gradient, and their parameters keep none"
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(2)
+            self.body,self.a = bn_drop(),nn.Sequential(nn.Linear(3,3), nn.BatchNorm1d(3))
+            self.b = nn.Sequential(nn.Tanh(), nn.Linear(3,3,bias=False), nn.BatchNorm1d(3), nn.Linear(3,3))
+        def forward(self, x): h = self.body(x); return self.b(h),self.a(h)
+    class First(Callback):
+        def after_pred(self): self.learn.pred = self.pred[0]
+    same(Two, X2, Y2, 5, cbs=First(), wd=.1)
+
+def test_slices_without_a_row_at_a_norm():
+    x = X.clone(); x[:,0] = x[:,0].abs()+.1; x[5,0] = -1   # with slices of one, this sample has none
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(2)
+            self.lin,self.bn,self.head = nn.Linear(6,8,bias=False),nn.BatchNorm1d(8),nn.Linear(8,3)
+        def forward(self, x):
+            h,keep = self.lin(x),x[:,0]>0
+            return self.head(torch.zeros_like(h).masked_scatter(keep[:,None], self.bn(h[keep])))
+    same(Masked, x, Y, 1, bs=10)
+
+def test_a_norm_whose_weight_is_computed():
+    def norm(h, bn):
+        weight,bias = bn.weight.abs()+h.new_zeros(8),bn.bias[:8]*1
+        return F.batch_norm(h, bn.running_mean, bn.running_var, weight, bias, bn.training)
+    same(flat(norm, nn.BatchNorm1d(8)), X, Y)
+
+def test_a_model_that_changes_its_input():
+    "The slices are views of the batch, so autograd sees the change of another one"
+    class Shifts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.m = nn.Sequential(nn.Linear(6,8,bias=False), nn.BatchNorm1d(8), nn.Linear(8,3))
+        def forward(self, x): return self.m(x.add_(1.))
+    with pytest.raises(RuntimeError, match='modified by an inplace'): train(Shifts, X, Y, cbs=MicroBatch(3, exact=True))
+
+switches = dict(
+    dropout      = lambda m: setattr(m.ms[1], 'p', .3),
+    norm         = lambda m: m.ms.__setitem__(0, nn.BatchNorm1d(8, affine=False).double()),
+    norm_is_used = lambda m: setattr(m, 'f', lambda h, a, d: d(F.batch_norm(a(h).tanh(), None, None, training=True))))
+
+@pytest.mark.parametrize('k', switches)
+@pytest.mark.parametrize('first', ['norm','none'])
+def test_what_is_switched_in_the_middle_of_an_epoch(k, first):
+    class Switch(Callback):
+        def before_batch(self):
+            if self.training and self.iter==1: switches[k](self.model)
+    def make():
+        return flat(lambda h, a, d: d(a(h).tanh()), nn.BatchNorm1d(8) if first=='norm' else nn.Tanh(), nn.Dropout(0.))
+    same(make, X2, Y2, 5, cbs=Switch(), epochs=1)
+
+@pytest.mark.skipif(not hasattr(signal, 'setitimer'), reason='uses a timer of the system, which Windows does not have')
+def test_ctrl_c_at_any_time():
+    "A signal at a hundred random times: no thread stays, nothing hangs, the buffers are those from before the batch"
+    m = flat(lambda h, a, b, d: d(b(a(h).tanh())), nn.BatchNorm1d(8), nn.BatchNorm1d(8), nn.Dropout(.2)).double()
+    learn = make_learner(make_dls(20, 8, y=Y), m, cbs=MicroBatch(1, exact=True), splitter=params)
+    learn.remove_cb(Spy)
+    was = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    rng,hits = random.Random(0),0
+    try:
+        for _ in range(100):
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(.001, .06))
+            try: learn.fit(1); signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt: hits += 1
+    finally: signal.setitimer(signal.ITIMER_REAL, 0); signal.signal(signal.SIGALRM, was)
+    assert hits>30
+    for t in threading.enumerate():
+        if t is not threading.main_thread() and t.daemon: t.join(2)
+    left_alone(m)
+    same(m, X2, Y2, 7)

@@ -1,0 +1,676 @@
+"""The gradient noise scale: sums against gradients that are stored, estimates against a population whose scale is
+known, and what is put back"""
+import os,subprocess,sys,warnings
+from collections import Counter,defaultdict,deque
+from contextlib import contextmanager
+from itertools import permutations
+import fastcore.test as fct
+import matplotlib; matplotlib.use('Agg')
+import pytest
+from harness import *
+import fastai_accum.all   # for `exact=True`
+from fastai_accum.extras.batchnorm import *
+from fastai_accum.core import in_charge
+from fastai_accum.loss import loss_weight
+from fastai_accum.know.check import *
+from fastai_accum.microbatch import *
+from fastai_accum.know.noise import *
+from fastai_accum.know.unchanged import Remembered
+from fastai_accum.patch import *
+from fastai_accum.extras.precision import *
+from fastai_accum.extras.skip import *
+from fastai.text.data import LMDataLoader
+
+W = torch.tensor([1.,10.,3.]).double()
+
+class Stored(Callback):
+    "The gradient of each micro-batch from a copy of the model, that of the window, and what the optimizer divides by"
+    run_valid = False
+    def before_fit(self): self.seen,self.sums = [],[]
+    def after_loss(self):
+        acc,model = in_charge(self.learn),deepcopy(self.model)
+        for p in model.parameters(): p.grad = None
+        w = (acc.weight or partial(loss_weight, self.loss_func))(self.learn.pred, *self.learn.yb)
+        loss = self.loss_func(model(*self.learn.xb), *self.learn.yb)
+        loss.backward()
+        loss_is_mean = getattr(self.loss_func, 'reduction', 'mean')=='mean'
+        self.seen.append((float(w), [None if p.grad is None else p.grad.to_dense()/(1 if loss_is_mean else w)
+                                     for p in model.parameters()]))
+    def before_step(self):
+        seen = [(w,gs) for w,gs in self.seen if w]
+        d = [self.divisor(p) for p in self.model.parameters()]
+        total = sum(w for w,_ in seen)
+        cols = [[g for g in col if g is not None] for col in zip(*(gs for _,gs in seen))]
+        mean = [sum(w*g for w,g in col)/total for col in ([(w,gs[i]) for w,gs in seen if gs[i] is not None]
+                                                          for i in range(len(d)))]
+        dots = lambda gs, pre: sum((g*g/(k if pre else 1)).sum().item() for g,k in zip(gs,
+            d) if g is not None and torch.is_tensor(g))
+        pre = all(k is not None for k in d)
+        row = [len(seen), total, sum(w*dots(gs, False) for w,gs in seen), dots(mean, False)]
+        self.sums.append(row + ([sum(w*dots(gs, True) for w,gs in seen), dots(mean, True)] if pre else [math.nan]*2))
+        self.seen = []
+    def divisor(self, p):
+        opt = self.learn.opt
+        state,h = getattr(opt, 'opt', opt).state.get(p, {}),opt.hypers[-1]
+        if 'square_avg' in state: return state['square_avg'].sqrt()+h['eps']
+        v = state.get('sqr_avg', state.get('exp_avg_sq'))
+        if v is None: return None
+        return ((v/(1-h['sqr_mom']**float(state['step'])) if 'step' in state else v).sqrt()+h['eps']).double()
+
+def recorded(*cbs, loss=None, n=92, bs=8, preconditioned=False, model=None, fit=None, dls=None, n_cols=4, tol=TOL,
+             **kwargs):
+    "Fit with `NoiseScale`, and compare its sums with those of stored gradients"
+    learn = make_learner(dls or make_dls(n, bs), model, loss, cbs=[*cbs, NoiseScale(preconditioned), Stored()],
+                         **kwargs)
+    (fit or (lambda l: l.fit(2)))(learn)
+    df = learn.gradient_noise.windows
+    ours = df['n weight sum_sq mean_sq pre_sum_sq pre_mean_sq'.split()].values
+    exact = np.array([o for o in learn.stored.sums if o[0]>1])
+    err = rel(torch.tensor(ours[:,:n_cols]), torch.tensor(exact[:,:n_cols]))
+    assert len(ours)>3 and err[0]<=tol, err
+    assert not any(p._backward_hooks for p in learn.model.parameters())
+    return learn
+
+def uneven(sizes=(7,3,11,2,5,9,1,4)*2, y=None):
+    at,x,y = np.cumsum([0,*sizes]),features(sum(sizes)),classes(sum(sizes)) if y is None else y
+    batches = [(x[a:b], y[a:b]) for a,b in zip(at, at[1:])]
+    return DataLoaders(DataLoader(batches, bs=None), DataLoader(batches[:1], bs=None))
+
+class Sparse(nn.Module):
+    "Rows of an embedding that every micro-batch has some of, twice or more"
+    def __init__(self):
+        super().__init__(); torch.manual_seed(0)
+        self.emb,self.lin = nn.Embedding(9, 4, sparse=True).double(),nn.Linear(4, 3).double()
+    def forward(self, x): return self.lin(self.emb((x.abs()*4).long().clamp(max=8)).mean(1))
+
+class Unused(nn.Module):
+    "A branch without a gradient in most micro-batches"
+    def __init__(self):
+        super().__init__(); torch.manual_seed(0); self.a,self.b = nn.Linear(6,3).double(),nn.Linear(6,3).double()
+    def forward(self, x): return self.a(x)+self.b(x) if (x[:,0]>2.).any() else self.a(x)
+
+def half_frozen(learn): learn.freeze(); learn.fit(1); learn.unfreeze(); learn.fit(1)
+
+cases = dict(
+    plain     = dict(cbs=[AccumulateStep(4)]),
+    uneven    = dict(cbs=[AccumulateStep(4)], dls=uneven()),
+    weights   = dict(cbs=[AccumulateStep(4)], dls=uneven(), loss=nn.CrossEntropyLoss(weight=W)),
+    ignored   = dict(cbs=[AccumulateStep(4)], dls=uneven(y=torch.where(torch.arange(84)%9<4, -100, classes(84))),
+                     loss=nn.CrossEntropyLoss()),
+    weight_0  = dict(cbs=[AccumulateStep(4)], dls=uneven(y=torch.where((torch.arange(84)>=7)&(torch.arange(84)<10),
+                                                                       -100, classes(84)))),
+    own_weight= dict(cbs=[AccumulateStep(4, weight=lambda pred, y: len(y)**2)], dls=uneven()),
+    samples   = dict(cbs=[AccumulateStep(n_samples=20)], dls=uneven()),
+    sums      = dict(cbs=[AccumulateStep(4, average=False)], dls=uneven()),
+    sum_loss  = dict(cbs=[AccumulateStep(4, average=True)], dls=uneven(), loss=nn.CrossEntropyLoss(reduction='sum')),
+    sum_sums  = dict(cbs=[AccumulateStep(4, average=False)], dls=uneven(), loss=nn.CrossEntropyLoss(reduction='sum')),
+    slices    = dict(cbs=[MicroBatch(3)], n=96),
+    both      = dict(cbs=[AccumulateStep(2), MicroBatch(3)]),
+    scaled    = dict(cbs=[AccumulateStep(4), OnCpu(init_scale=2.**10, growth_interval=2)], dls=uneven()),
+    scaled_sum= dict(cbs=[AccumulateStep(4, average=False), OnCpu(init_scale=2.**10, growth_interval=2)], dls=uneven()),
+    clipped   = dict(cbs=[AccumulateStep(4), GradientClip(1e-3)], dls=uneven()),
+    sparse    = dict(cbs=[AccumulateStep(4)], model=Sparse(), splitter=trainable_params, opt_func=partial(SGD, mom=0)),
+    unused    = dict(cbs=[AccumulateStep(4)], model=Unused(), splitter=trainable_params))
+if has_dtype: cases.update(
+    dtype     = dict(cbs=[AccumulateStep(4), GradAccumDtype(torch.float64)], dls=uneven(),
+                     loss=nn.CrossEntropyLoss(weight=W)),
+    dtype_sum = dict(cbs=[AccumulateStep(4, average=False), GradAccumDtype(torch.float64), OnCpu(init_scale=64.)],
+                     dls=uneven()))
+
+def scales_sparse():
+    "Whether PyTorch scales sparse gradients in one call, as `AccumulateStep` does; 1.12 cannot"
+    try: torch._foreach_mul_([torch.eye(2).to_sparse()], 2.)
+    except NotImplementedError: return False
+    return True
+
+no_sparse = pytest.mark.skipif(not scales_sparse(), reason='this PyTorch cannot scale sparse gradients in one call')
+@pytest.mark.parametrize('name', [pytest.param(o, marks=no_sparse) if o=='sparse' else o for o in cases])
+def test_sums(name, recwarn):
+    "The sums of the hooks are those of stored gradients"
+    kw = dict(cases[name])
+    recorded(*[deepcopy(o) for o in kw.pop('cbs')], **kw)
+    assert not [o for o in recwarn if 'NoiseScale' in str(o.message)]
+
+@pytest.mark.parametrize('opt', [Adam, RAdam, QHAdam, Lamb, RMSProp, ranger,
+                                 partial(OptimWrapper, opt=torch.optim.AdamW),
+                                 partial(OptimWrapper, opt=torch.optim.RMSprop)],
+    ids=lambda o: getattr(o, '__name__', None) or str(o.keywords['opt'].__name__))
+def test_preconditioned(opt):
+    "From the second step on, the squares are weighted as the optimizer weights them"
+    learn = recorded(AccumulateStep(4), opt_func=opt, dls=uneven(), preconditioned=True, n_cols=6)
+    assert learn.gradient_noise.windows.pre_sum_sq.isna().tolist()==[True]+[False]*(len(learn.stored.sums)-1)
+    assert isinstance(learn.gradient_noise.result().preconditioned, Noise)
+
+def test_not_adaptive():
+    learn = recorded(AccumulateStep(4), opt_func=SGD, preconditioned=True, n_cols=6)
+    assert learn.gradient_noise.result().preconditioned is None
+
+def test_frozen():
+    "Only what the optimizer steps is measured: a frozen layer is not there, and back after it is unfrozen"
+    learn = make_learner(make_dls(92, 8), cbs=[AccumulateStep(4), NoiseScale()], opt_func=partial(SGD, mom=0))
+    learn.freeze()
+    seen = []
+    def norm(cb): seen.append(sum(p.grad.square().sum().item() for p in cb.model[2].parameters()))
+    learn.fit(1, cbs=Callback(before_step=norm))
+    fct.test_close(learn.gradient_noise.windows.mean_sq, seen, 1e-12)
+    learn.unfreeze()
+    def norm(cb): seen.append(sum(p.grad.square().sum().item() for p in cb.model.parameters()))
+    seen.clear()
+    learn.fit(1, cbs=Callback(before_step=norm))
+    fct.test_close(learn.gradient_noise.windows.mean_sq, seen, 1e-12)
+
+def test_training_is_the_same():
+    a,b = (make_learner(make_dls(92, 8), cbs=[AccumulateStep(4), GradientClip(.1), *cbs])
+           for cbs in ([NoiseScale(True)], []))
+    for l in (a,b): l.fit_one_cycle(2)
+    assert worst(a, b)[0]==0
+
+def population(n=4000, d=10, noise=3., seed=0):
+    """A linear regression, the gradient of each sample, and the noise and the squared gradient of the population
+    that it is a sample of"""
+    g = torch.Generator().manual_seed(seed)
+    a = torch.randn(n, d, generator=g, dtype=torch.float64)
+    b = a@torch.randn(d, generator=g, dtype=torch.float64) + noise*torch.randn(n, generator=g, dtype=torch.float64)
+    torch.manual_seed(seed)
+    model = nn.Linear(d, 1, bias=False).double()
+    grads = 2*(model(a).detach()-b[:,None])*a
+    var = grads.var(0).sum().item()
+    return a,b[:,None],model,var,grads.mean(0).square().sum().item()-var/n
+
+@pytest.mark.parametrize('seed', range(3))
+def test_known_scale(seed):
+    "The interval holds the scale of a population, and its ends are within a factor of 3"
+    a,b,model,noise,grad_sq = population(seed=seed)
+    random.seed(seed)
+    learn = make_learner(DataLoaders(DataLoader(list(zip(a, b)), bs=8, shuffle=True), DataLoader([(a[0],b[0])], bs=1)),
+                         model, nn.MSELoss(), splitter=trainable_params)
+    found = learn.noise_scale(n_step=4, num_it=256, show_plot=False)
+    assert found.low<noise/grad_sq<found.high<3*found.low, (found, noise/grad_sq)
+    assert found.scale==pytest.approx(found.noise/found.grad_sq)
+
+def test_uneven_windows_are_unbiased():
+    "|z| < 3 over 4,000 windows of [16, 8, 4, 2], drawn with replacement; and a mean of ratios would be far off"
+    a,b,model,*_ = population(n=500)
+    grads = (2*(model(a).detach()-b)*a).numpy()
+    true = grads.var(0).sum(),(grads.mean(0)**2).sum()   # with replacement, the data set is the population
+    sizes,idxs = [16,8,4,2],np.random.default_rng(0).integers(500, size=(4000,30))
+    parts = [grads[o].mean(1) for o in np.split(idxs, np.cumsum(sizes)[:-1], axis=1)]
+    whole = sum(w*g for w,g in zip(sizes, parts))/30
+    found = unbiased(4, 30, sum(w*(g**2).sum(1) for w,g in zip(sizes, parts)), (whole**2).sum(1))
+    for v,t in zip(found, true): assert abs(z := (v.mean()-t)/v.std()*4000**.5)<3, z
+    ratio,low,high = ratio_interval(*found)
+    assert low<true[0]/true[1]<high and not low<np.mean(found[0]/found[1])<high
+
+@contextmanager
+def unchanged_weights(learn):
+    was = [p.clone() for p in learn.model.parameters()]
+    yield
+    assert all(torch.equal(p, o) for p,o in zip(learn.model.parameters(), was))
+
+def test_without_replacement():
+    "Over all orders of a data set: the noise is its variance with N-1, the squared gradient is that of the population"
+    g = np.random.default_rng(0).normal(.5, 1, (6,3))
+    var = g.var(0, ddof=1).sum()
+    def one(order):
+        parts = [g[list(order[:2])].mean(0), g[[order[2]]].mean(0), g[list(order[3:5])].mean(0)]
+        whole = sum(w*m for w,m in zip((2,1,2), parts))/5
+        return unbiased(3, 5, sum(w*m@m for w,m in zip((2,1,2), parts)), whole@whole)
+    fct.test_close(np.mean([one(o) for o in permutations(range(6))], axis=0), [var, g.mean(0)@g.mean(0)-var/6], 1e-12)
+
+def test_interval():
+    "The ends solve Fieller's equation; a denominator whose interval reaches 0 gives none"
+    from scipy import stats
+    r = np.random.default_rng(0)
+    a,b = r.multivariate_normal([6,2], [[9,3],[3,4]], 40).T
+    for end in ratio_interval(a, b)[1:]:
+        d = a-end*b   # at an end, the t test of the mean of a - ratio·b is at its limit
+        assert abs(d.mean())/(d.std(ddof=1)/40**.5)==pytest.approx(stats.t.ppf(.975, 39))
+    low,_ = stats.ttest_1samp(b, 0).confidence_interval(.95)
+    assert all(map(math.isnan, ratio_interval(a, b-1.001*low))) and not any(map(math.isnan,
+        ratio_interval(a, b-.999*low)))
+    assert all(map(math.isnan, ratio_interval(a, -b))) and all(map(math.isnan, ratio_interval(a[:1], b[:1])))
+
+def test_samples_are_the_unit():
+    "Two outputs a sample: the weight of a sample is 2, and the scale is that of one output that is the mean of both"
+    x,y = features(96),torch.randn(96, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    def scale(k):
+        torch.manual_seed(0)
+        lin = nn.Linear(6, 1).double()
+        class Copies(nn.Module):
+            def __init__(self): super().__init__(); self.lin = lin
+            def forward(self, x): return self.lin(x).expand(-1, k)
+        random.seed(0)
+        items = [(a, b.expand(k)) for a,b in zip(x, y)]
+        learn = make_learner(DataLoaders(DataLoader(items, bs=4, shuffle=True), DataLoader(items, bs=16)), Copies(),
+                             nn.MSELoss(), splitter=trainable_params)
+        return learn.noise_scale(num_it=20, show_plot=False)
+    assert rel(list(scale(2)), list(scale(1)))[0]<1e-12
+
+# What cannot be measured
+
+def warned(*cbs, fit=None, match, n_windows, dls=None, **kwargs):
+    learn = make_learner(dls or make_dls(96, 8), cbs=[AccumulateStep(4), *cbs, NoiseScale()], **kwargs)
+    with pytest.warns(UserWarning, match='NoiseScale: .*'+match): (fit or (lambda l: l.fit(1)))(learn)
+    assert len(learn.gradient_noise.windows)==n_windows
+    return learn
+
+def test_two_backward_passes():
+    def penalty(cb):
+        if cb.learn.iter==1: (sum(p.square().sum() for p in cb.model.parameters())).backward()
+    for event in 'before_backward','after_backward','after_loss':
+        cb = Callback(**{event:lambda cb: penalty(cb) if cb.training else None})
+        warned(cb, match='more than one gradient in a micro-batch', n_windows=2)
+
+def test_no_window_of_two():
+    with pytest.warns(UserWarning, match='no window had two micro-batches; use n_step=2 or more'):
+        make_learner(make_dls(96, 8), cbs=[AccumulateStep(1), NoiseScale()]).fit(1)
+
+def test_one_in_the_tail(recwarn):
+    learn = recorded(AccumulateStep(4, drop_last=False), n=104, dls=make_dls(104, 8))
+    assert len(learn.gradient_noise.windows)==6 and len(learn.stored.sums)==8
+    assert not [o for o in recwarn if 'NoiseScale' in str(o.message)]
+
+def test_not_finite():
+    "A window with an infinite gradient does not count in the estimate"
+    def inf(cb):
+        if cb.learn.iter==1: cb.learn.loss_grad = cb.learn.loss_grad*math.inf
+    learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(4), NoiseScale(), Callback(before_backward=inf)])
+    learn.fit(1)
+    assert learn.gradient_noise.windows.step.tolist()==[0,*([2] if all(p.isfinite().all()
+                                                                       for p in learn.model.parameters()) else [])]
+
+def test_dropped():
+    "A micro-batch that is left out does not count"
+    def drop(cb):
+        if cb.training and cb.micro.i==1: raise CancelBatchException
+    learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(4), NoiseScale(), Callback(after_loss=drop)])
+    learn.fit(1)
+    df = learn.gradient_noise.windows
+    assert df.n.tolist()==[3,4,4] and df.samples.tolist()==[24,32,32]
+
+def test_batch_norm():
+    def model(): torch.manual_seed(0); return nn.Sequential(nn.Linear(6,5), nn.BatchNorm1d(5), nn.Linear(5,3)).double()
+    warned(match='batch norm.*BatchNormEval', n_windows=3, model=model(), splitter=trainable_params)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        make_learner(make_dls(96, 8), model(), cbs=[AccumulateStep(4), BatchNormEval(), NoiseScale()],
+                     splitter=trainable_params).fit(1)
+
+@pytest.mark.parametrize('cbs,match', [(noop, 'has no AccumulateStep.*n_step=2'),
+    (lambda: MicroBatch(4, coupled=True), r'MicroBatch\(bs=4, coupled=True\).*without coupled'),
+    pytest.param(lambda: MicroBatch(4, exact=True), 'without coupled=True and exact=True', marks=needs_exact)],
+    ids=['no windows','coupled','exact'])
+def test_refused(cbs, match):
+    learn = make_learner(make_dls(96, 8), cbs=[*L(cbs()), NoiseScale()])
+    with pytest.raises(ValueError, match=f'NoiseScale: .*{match}'): learn.fit(1)
+    learn.validate()
+
+def test_bad_arguments():
+    learn = make_learner(make_dls(96, 8))
+    for kw in dict(n_step=1), dict(n_step=2.), dict(num_it=True), dict(num_it=1):
+        with pytest.raises(ValueError, match=f'noise_scale: {first(kw)} must be an int of at least 2, got '):
+            learn.noise_scale(**kw)
+    msg = 'noise_scale: n_step=99 is more than the 12 batches of an epoch; pass n_step=2 to 12'
+    with pytest.raises(ValueError, match=msg):
+        learn.noise_scale(n_step=99)
+    for kw in dict(n_step=()), dict(n_step=(2,0)), dict(n_epoch=0), dict(lr='1e-3'):
+        with pytest.raises(ValueError, match=f'try_windows: {first(kw)} must be'): learn.try_windows(**kw)
+    with pytest.raises(ValueError, match="NoiseScale: preconditioned must be True or False, got 'yes'"):
+        NoiseScale('yes')
+    assert learn.opt is None and len(learn.spy.steps if hasattr(learn.spy, 'steps') else [])==0
+
+def test_keeps_off(tmp_path):
+    "`lr_find` is no training to record; the record before it stays, validation leaves it too"
+    learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(4), NoiseScale()], path=tmp_path)
+    learn.fit(1)
+    was = learn.gradient_noise.windows
+    learn.lr_find(num_it=6, show_plot=False, suggest_funcs=None); learn.validate(); learn.get_preds()
+    assert learn.gradient_noise.windows.equals(was) and len(was)==3
+    learn.fit(2)
+    assert len(learn.gradient_noise.windows)==6
+
+@pytest.mark.parametrize('stop', [KeyboardInterrupt, ValueError, CancelFitException])
+def test_no_hooks_left(stop):
+    def at(cb):
+        if cb.training and cb.micro.i==5: raise stop('now')
+    learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(4), NoiseScale(), Callback(after_backward=at)])
+    try: learn.fit(1)
+    except (KeyboardInterrupt,ValueError): pass
+    assert not any(p._backward_hooks for p in learn.model.parameters()) and '_with_events' not in vars(learn)
+    assert learn.gradient_noise.sums is None
+    assert len(learn.gradient_noise.windows)==1
+    cb = learn.gradient_noise
+    learn.remove_cb(cb)
+    assert pickle.loads(pickle.dumps(cb)).windows.equals(cb.windows)
+
+def test_syncs(monkeypatch):
+    "The host never asks a tensor for its value in a window, with weights and gradients that could be on a device"
+    asked = []
+    for name in 'item','tolist','__float__','__bool__','__int__','numpy':
+        old = getattr(Tensor, name)
+        def ask(self, *args, old=old, name=name): asked.append(name) if inside else None; return old(self, *args)
+        monkeypatch.setattr(Tensor, name, ask)
+    inside,real = [],{k:getattr(NoiseScale, k) for k in ('before_batch','after_backward','before_step','arrive')}
+    for k,f in real.items():
+        def within(self, *args, f=f):
+            inside.append(1)
+            try: return f(self, *args)
+            finally: inside.pop()
+        monkeypatch.setattr(NoiseScale, k, within)
+    learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(4), NoiseScale(True), OnCpu()])
+    learn.fit(3)
+    monkeypatch.undo()
+    assert not asked and len(learn.gradient_noise.windows)==9
+
+# What is put back
+
+class Everything(Callback):
+    "Has all kinds of attributes, and changes them"
+    def __init__(self):
+        self.n,self.all,self.by,self.t,self.q = 0,[1],{'a':[1]},torch.zeros(2),deque([1])
+        self.net,self.kinds = nn.Linear(2,2),{1}
+        self.counter,self.lists,self.array,self.space = Counter(a=3),defaultdict(list,
+            a=[1]),np.zeros(3),SimpleNamespace(n=0)
+    def after_batch(self):
+        self.n += 1; self.all.append(self.n); self.by['a'].append(self.n); self.by[self.n] = 0; self.t += 1
+        self.q.append(1); self.kinds.add(self.n)
+        self.counter['a'] += 1; self.lists['b'].append(1); self.array += 1; self.space.n += 1
+        self.new = 1
+        with torch.no_grad(): self.net.weight += 1
+
+class Net(nn.Module):
+    "Draws, keeps a buffer and an attribute"
+    def __init__(self):
+        super().__init__(); torch.manual_seed(0); self.body,self.drop = small_model(),nn.Dropout(.2)
+        self.register_buffer('b', torch.ones(3).double()); self.calls = 0
+    def forward(self, x):
+        self.calls += 1
+        if self.training: self.b.mul_(1.01)
+        return self.body(self.drop(x))*self.b
+
+def frozen_state(o, seen=None):
+    "Everything that `o` holds, as plain values"
+    seen = {} if seen is None else seen
+    if isinstance(o, Tensor):
+        return ('tensor', o.detach().clone(), None if not o.is_leaf or o.grad is None else o.grad.clone())
+    if isinstance(o, (random.Random)): return o.getstate()
+    if isinstance(o, (list,tuple,deque)): return [type(o).__name__, *(frozen_state(v, seen) for v in o)]
+    if isinstance(o, set): return sorted(o)
+    if isinstance(o, dict):
+        return [(k if isinstance(k, (str,int)) else id(k), frozen_state(v, seen)) for k,v in o.items()]
+    if id(o) in seen: return id(o)
+    seen[id(o)] = o
+    optimizers = Optimizer,OptimWrapper,torch.optim.Optimizer
+    if isinstance(o, (Learner,Callback,Metric,nn.Module,DataLoaders,DataLoader,L,*optimizers)):
+        return [id(o), frozen_state({k:v for k,v in sorted(vars(o).items()) if k!='dataset'}, seen)]
+    return o if isinstance(o, (int,float,str,bool,type(None))) else id(o)
+
+def same(a, b):
+    if isinstance(a, Tensor): return isinstance(b, Tensor) and a.dtype==b.dtype and torch.equal(a, b)
+    if isinstance(a, (list,tuple)): return type(a)==type(b) and len(a)==len(b) and all(map(same, a, b))
+    return a==b or a!=a and b!=b
+
+def generators(): return random.getstate(),np.random.get_state()[1].tolist(),torch.get_rng_state()
+
+def make_all(opt_func=Adam, fitted=True, cbs=()):
+    learn = make_learner(make_dls(92, 8), Net(), cbs=[AccumulateStep(3, drop_last=False), Everything(), NoiseScale(),
+                                                      *cbs], opt_func=opt_func, splitter=trainable_params,
+                         metrics=accuracy)
+    if fitted: learn.fit(1)
+    for p in learn.model.parameters(): p.grad = torch.ones_like(p)
+    learn.model[0].eval() if isinstance(learn.model, nn.Sequential) else learn.model.drop.eval()
+    return learn
+
+acts = dict(noise=lambda l: l.noise_scale(num_it=6, n_step=2, show_plot=False),
+            windows=lambda l: l.try_windows((1,2), lr=.1, show_plot=False))
+
+@pytest.mark.parametrize('act', acts)
+@pytest.mark.parametrize('opt', [Adam, partial(OptimWrapper, opt=torch.optim.AdamW)], ids=['fastai','torch'])
+@pytest.mark.parametrize('fitted', [True,False])
+@pytest.mark.parametrize('stop', [None,KeyboardInterrupt,ValueError])
+def test_put_back(act, opt, fitted, stop):
+    "Weights, buffers, modes, gradients, optimizer, generators, loaders, callbacks, recorder: bit for bit"
+    def at(cb):
+        if armed and cb.training and cb.micro.i==5: raise stop('now')
+    armed = False
+    learn = make_all(opt, fitted, [Callback(after_backward=at)] if stop else [])
+    before,drawn,armed = frozen_state(learn),generators(),True
+    if stop:
+        with pytest.raises(stop): acts[act](learn)
+    else: acts[act](learn)
+    assert (learn.opt is None)!=fitted
+    assert same(frozen_state(learn), before) and same(generators(), drawn)
+    armed = False
+    learn.fit(1)
+
+def test_next_fit_is_the_same():
+    a,b = make_all(),make_all()
+    a.noise_scale(num_it=5, n_step=2, show_plot=False)
+    torch.manual_seed(1); a.fit(1); torch.manual_seed(1); b.fit(1)
+    assert worst(a, b, but=['step.grads'])[0]==0
+
+def test_scaler_backs_off():
+    "An overflow leaves a window out, the scaler finds its scale, and is what it was afterwards"
+    mp = OnCpu(torch.float16, init_scale=2.**40)
+    x,y = features(96).float(),classes(96)
+    learn = Learner(DataLoaders.from_dsets(list(zip(x, y)), list(zip(x, y)), bs=8, device='cpu'), small_model().float(),
+                    loss_func=nn.CrossEntropyLoss(), cbs=mp)
+    learn.remove_cb(ProgressCallback); learn.logger = noop
+    found = learn.noise_scale(n_step=4, num_it=30, show_plot=False)
+    mp2 = learn.mixed_precision
+    assert found.noise>0 and not hasattr(mp2, 'autocast') and 'scaler' not in vars(learn)
+    plain = Learner(learn.dls, learn.model, loss_func=nn.CrossEntropyLoss()); plain.remove_cb(ProgressCallback)
+    assert found.noise==pytest.approx(plain.noise_scale(n_step=4, num_it=30, show_plot=False).noise, rel=.2)
+
+@pytest.mark.parametrize('kind', [L,list])
+def test_text_loader(kind):
+    "The order of texts is shuffled in place"
+    texts = [torch.randint(20, (40,)) for _ in range(30)]
+    dl = LMDataLoader(texts, bs=4, seq_len=5, shuffle=True)
+    dl.items.idxs = kind(dl.items.idxs)
+    was = list(dl.items.idxs)
+    class Lm(nn.Module):
+        def __init__(self): super().__init__(); self.emb,self.out = nn.Embedding(20,4),nn.Linear(4,20)
+        def forward(self, x): return self.out(self.emb(x)).flatten(0, 1)
+    learn = Learner(DataLoaders(dl, dl), Lm(), loss_func=lambda p, y: F.cross_entropy(p, y.flatten()))
+    learn.remove_cb(ProgressCallback)
+    learn.noise_scale(n_step=2, num_it=30, show_plot=False)
+    assert list(dl.items.idxs)==was
+
+def test_other_callbacks(tmp_path):
+    "Trackers and files are left alone"
+    learn = make_learner(make_dls(96, 8), cbs=[SaveModelCallback(), CSVLogger()], path=tmp_path, metrics=accuracy)
+    learn.fit(1)
+    was = {p:p.read_bytes() for p in tmp_path.rglob('*') if p.is_file()}
+    assert len(was)==2
+    learn.noise_scale(num_it=6, n_step=2, show_plot=False); learn.try_windows((1,2), show_plot=False)
+    assert {p:p.read_bytes() for p in tmp_path.rglob('*') if p.is_file()}==was
+
+# What it says
+
+def test_suggestion(capsys):
+    "The suggestion counts batches of the loader, also if `MicroBatch` cuts them, and names the current effective batch"
+    a,b,model,*_ = population()
+    def find(*cbs, **kw):
+        random.seed(0)
+        learn = make_learner(DataLoaders(DataLoader(list(zip(a, b)), bs=8), DataLoader([(a[0],b[0])], bs=1)), model,
+                             nn.MSELoss(), splitter=trainable_params, cbs=cbs)
+        res = learn.noise_scale(num_it=20, show_plot=False, **kw)
+        return res,capsys.readouterr().out
+    for cbs,now in (([],8), ([AccumulateStep(5)],40), ([AccumulateStep(n_samples=100)],100), ([MicroBatch(2)],8),
+                    ([MicroBatch(2, weight=lambda p,y: len(y))],8)):
+        res,said = find(*cbs)
+        msg = f'The effective batch is {now} now. With n_step={res.n_step} it would be {8*res.n_step}'
+        assert res.n_step==round(res.scale/8) and msg in said, said
+    with accumulation(6): assert 'effective batch is 48 now' in find()[1]
+    assert 'from 20 windows of 64 samples' in find()[1]
+
+def test_not_measurable(capsys):
+    x,y = features(96),classes(96, seed=5)
+    learn = make_learner(make_dls(96, 8, x=x, y=y))
+    model = learn.model
+    with torch.no_grad():
+        for p in model[2].parameters(): p.zero_()   # equal predictions, and targets that tell nothing
+    res = learn.noise_scale(num_it=6, n_step=2, show_plot=False)
+    if math.isnan(res.scale):
+        said = capsys.readouterr().out
+        assert 'The noise hides the gradient. Take more windows (num_it)' in said and res.n_step is None
+    assert math.isnan(res.scale) and math.isnan(res.low) and math.isnan(res.high) and res.noise>0
+
+def test_plots():
+    import matplotlib.pyplot as plt
+    learn = make_learner(make_dls(92, 8), cbs=[AccumulateStep(2), NoiseScale(True)], metrics=accuracy)
+    learn.fit(4)
+    learn.gradient_noise.plot()
+    line,pre = plt.gca().lines
+    df = learn.gradient_noise.windows
+    s,g = unbiased(df.n, df.weight, df.sum_sq, df.mean_sq)
+    def avg(v, k): return sum(.02*.98**(k-i)*o for i,o in enumerate(v[:k+1]))/(1-.98**(k+1))
+    for k in (0,3,len(df)-1):
+        y = line.get_ydata()[k]
+        assert np.isnan(y) if avg(g, k)<=0 else y==pytest.approx(avg(s, k)/avg(g, k))
+    assert len(pre.get_ydata())==len(df)-1
+    res = learn.noise_scale(num_it=12, n_step=2)
+    assert plt.gca().lines[0].get_ydata()[-1]==pytest.approx(res.scale, nan_ok=True)
+    table = learn.try_windows((2,4))
+    assert len(plt.gca().lines)==2
+    plt.close('all')
+
+def test_branches():
+    "Each branch is the training with that window, from the same state; the losses are at the same samples"
+    def branch(n):
+        learn = make_learner(make_dls(96, 8), cbs=AccumulateStep(2), metrics=accuracy); learn.fit(1)
+        if n is None: return learn.try_windows((2,4), n_epoch=2, lr=.01, show_plot=False)
+        learn.remove_cb(AccumulateStep)
+        learn.fit(2, .01*(n/2)**.5, cbs=AccumulateStep(n, drop_last=False))
+        return learn
+    table = branch(None)
+    assert table.columns.tolist()==['samples','train_loss','lr','steps','valid_loss','accuracy']
+    for n in (2,4):
+        alone = branch(n)
+        row = table.loc[n]
+        assert row.valid_loss==pytest.approx(alone.recorder.values[-1][1],
+                                             abs=1e-12) and row.steps==24//n and row.samples==8*n
+        assert row.lr==pytest.approx(.01*(n/2)**.5)
+
+# Several processes
+
+def several(rank, world, folder):
+    "What process `rank` records, and the gradients that it stores"
+    import torch.distributed as dist
+    dist.init_process_group('gloo', init_method=f'file://{folder}/store', rank=rank, world_size=world)
+    y = torch.where(torch.arange(84)%9<2, -100, classes(84))
+    sizes = (7,3,11,2,5,9,1,4,6,8,2,10)
+    at = np.cumsum([0,*sizes])
+    every = [(features(84)[a:b], y[:84][a:b]) for a,b in zip(at, at[1:])]
+    mine = every[rank::world][:6-rank]   # one has fewer
+    dls = DataLoaders(DataLoader(mine, bs=None), DataLoader(every[:1], bs=None))
+    ddp = nn.parallel.DistributedDataParallel(small_model())
+    learn = make_learner(dls, ddp, nn.CrossEntropyLoss(weight=W), splitter=trainable_params,
+                         opt_func=partial(SGD, mom=0),
+                         cbs=[AccumulateStep(2), NoiseScale(), OnCpu(init_scale=2.**10)])
+    with unchanged_weights(learn): learn.fit(2, 0., wd=0.)
+    df = learn.gradient_noise.windows
+    learn2 = make_learner(dls, ddp, nn.CrossEntropyLoss(weight=W), splitter=trainable_params)
+    found = learn2.noise_scale(n_step=2, num_it=4, show_plot=False)
+    torch.save((df.values, list(found), found.n_step, not any(p._backward_hooks for p in ddp.parameters())),
+               f'{folder}/out{rank}')
+    dist.barrier(); dist.destroy_process_group()
+
+@needs_scaler
+def test_two_processes(tmp_path):
+    "Both record the sums over the micro-batches of both"
+    here = Path(__file__).resolve().parent
+    code = (f'import sys; sys.path[:0] = {[str(here), str(here.parent)]!r}; import torch; torch.set_num_threads(1); '
+            f'from test_noise import several; several(int(sys.argv[1]), 2, {str(tmp_path)!r})')
+    env = {**os.environ, 'OMP_NUM_THREADS':'1',
+           'PYTHONPATH':os.pathsep.join([str(here.parents[1]), os.environ.get('PYTHONPATH','')])}
+    ps = [subprocess.Popen([sys.executable, '-W', 'ignore', '-c', code, str(r)], env=env, stdout=subprocess.PIPE,
+                           stderr=subprocess.STDOUT, text=True) for r in range(2)]
+    try: outs = [p.communicate(timeout=100)[0] for p in ps]
+    finally:
+        for p in ps: p.kill()
+    assert not any(p.returncode for p in ps), '\n'.join(o[-3000:] for o in outs)
+    y = torch.where(torch.arange(84)%9<2, -100, classes(84))
+    at,model,loss = np.cumsum([0,7,3,11,2,5,9,1,4,6,8,2,10]),small_model(),nn.CrossEntropyLoss(weight=W)
+    rows,parts = [],[(a,b) for a,b in zip(at, at[1:])]
+    mine = [parts[0::2][:6], parts[1::2][:5]]
+    for k in range(0, 6, 2):
+        ws,gs = [],[]
+        for a,b in (o for m in mine for o in m[k:k+2]):
+            model.zero_grad()
+            yb = y[:84][a:b]
+            w = W[yb[yb>=0]].sum().item()
+            if not w: continue
+            loss(model(features(84)[a:b]), yb).backward()
+            ws.append(w); gs.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        whole = sum(w*g for w,g in zip(ws, gs))/sum(ws)
+        rows.append([len(ws), sum(ws), sum(w*(g@g).item() for w,g in zip(ws, gs)), (whole@whole).item()])
+    for r in range(2):
+        found,scale,n_step,clean = torch.load(tmp_path/f'out{r}', weights_only=False)
+        err = rel(torch.tensor(found[:,[1,2,4,5]]), torch.tensor(np.array(rows*2)))
+        assert err[0]<=TOL and clean, (err, found[:,[1,2,4,5]]/np.array(rows*2)-1)
+    a,b = (torch.load(tmp_path/f'out{r}', weights_only=False) for r in range(2))
+    assert same(a[1], b[1]) and a[2]==b[2]
+
+class Orders(torch.utils.data.Sampler):
+    "Shuffles an array, or a tensor, in place"
+    def __init__(self, idxs): self.idxs = idxs
+    def __len__(self): return len(self.idxs)
+    def __iter__(self):
+        np.random.shuffle(self.idxs.numpy() if isinstance(self.idxs, Tensor) else self.idxs)
+        return iter(self.idxs.tolist())
+
+@pytest.mark.parametrize('idxs', [np.arange(96), torch.arange(96)], ids=['array','tensor'])
+def test_order_of_a_sampler(idxs):
+    dl = torch.utils.data.DataLoader(Items(features(96), classes(96)), batch_size=8, sampler=Orders(idxs))
+    learn,was = make_learner(DataLoaders(dl, dl)),idxs.tolist()
+    learn.noise_scale(n_step=2, num_it=4, show_plot=False)
+    if hasattr(torch, 'get_autocast_dtype'): learn.check_accumulation()   # needs PyTorch 2.4
+    assert idxs.tolist()==was
+
+def test_loaders_of_few_batches():
+    with pytest.raises(ValueError, match='n_step=8 is more than the 5 batches of an epoch; pass n_step=2 to 5'):
+        make_learner(make_dls(40, 8)).noise_scale()
+    with pytest.raises(ValueError, match='lower the batch size of the loader'):
+        make_learner(make_dls(8, 8)).noise_scale(n_step=2)
+    res = make_learner(make_dls(96, 96), cbs=MicroBatch(8)).noise_scale(n_step=1, num_it=20,
+                                                                        show_plot=False)   # twelve slices
+    assert res.noise>0
+
+def nan_learner(*cbs):
+    model = small_model()
+    with torch.no_grad(): model[0].weight.fill_(math.nan)
+    return make_learner(make_dls(96, 8), model, cbs=cbs)
+
+def test_not_finite():
+    with pytest.raises(ValueError, match='the gradients are not finite'):
+        nan_learner().noise_scale(n_step=2, num_it=4, show_plot=False)
+    assert nan_learner(TerminateOnNaNCallback()).try_windows((1,2), lr=.1, show_plot=False).train_loss.isna().all()
+
+def test_try_windows_sets_the_rate():
+    "`lr` is used even if the learner has a schedule of its own"
+    seen = []
+    learn = make_learner(make_dls(96, 8), cbs=[ParamScheduler({'lr':SchedCos(.1,.001)}),
+                                               Callback(after_step=lambda cb: seen.append(cb.opt.hypers[-1]['lr']))])
+    res = learn.try_windows((1,4), lr=.5, show_plot=False)
+    assert res.lr.tolist()==[.5,1.] and sorted(set(seen))==[.5,1.] and first(learn.cbs, risinstance(ParamScheduler))
+    for lr in (-1., math.nan): 
+        with pytest.raises(ValueError, match='lr must be a number above 0'): learn.try_windows(lr=lr)
+
+def test_left_out_micro_batches_do_not_change_the_unit():
+    def some(cb):
+        if cb.training and cb.micro.i%24==5: raise CancelBatchException
+    a,b = (make_learner(make_dls(960, 8), cbs=cbs).noise_scale(n_step=4, num_it=30, show_plot=False) for cbs in ([],
+        [Callback(after_loss=some)]))
+    assert b.n_step==max(1, round(b.scale/8)) and a.n_step==max(1, round(a.scale/8))
+
+@pytest.mark.skipif(not torch.cuda.is_available(),
+                    reason='compares the noise scale on a GPU with that on the CPU, and this machine has no GPU')
+def test_on_a_gpu():
+    "The same figures as on the CPU, and no wait for the device in hooks and steps"
+    def measure(device):
+        dls = make_dls(960, 8, shuffle=False)
+        dls.device = device
+        return make_learner(dls, small_model().to(device)).noise_scale(n_step=4, num_it=20, show_plot=False)
+    assert rel(list(measure('cuda')), list(measure('cpu')))[0]<1e-9

@@ -1,0 +1,212 @@
+"""What a release ships: a wheel and an sdist that install, complete metadata, a README that PyPI can show, and an
+import that costs little"""
+import json,os,re,subprocess,sys,tarfile,zipfile
+from configparser import ConfigParser
+from email import message_from_string
+from pathlib import Path
+import pytest
+
+root = Path(__file__).resolve().parents[2]
+
+cfg = ConfigParser(); cfg.read(root/'settings.ini'); settings = cfg['DEFAULT']
+
+def sh(*args, **kwargs):
+    return subprocess.run(list(map(str,args)), capture_output=True, text=True, check=True, **kwargs).stdout
+
+def build(*args): sh(sys.executable, '-m', 'build', '--no-isolation', *args)
+
+@pytest.fixture(scope='module')
+def src(tmp_path_factory):
+    "The files of a clone, so that building leaves nothing in the tree"
+    import shutil
+    pytest.importorskip('build', reason='builds the release, and the package `build` is not installed')
+    pytest.importorskip('setuptools', minversion='77',
+                        reason='builds the release, and pyproject.toml asks for setuptools 77')
+    src = tmp_path_factory.mktemp('src')/'fastai_accum'
+    shutil.copytree(root, src, ignore=shutil.ignore_patterns('.venv','.git','_*','*.egg-info','build','dist',
+                                                             '.hypothesis','.pytest_cache'))
+    shutil.copytree(root/'fastai_accum', src/'fastai_accum', dirs_exist_ok=True,
+                    ignore=shutil.ignore_patterns('__pycache__'))
+    return src
+
+@pytest.fixture(scope='module')
+def dist(src, tmp_path_factory):
+    "The sdist, and the wheel that is built from it, as for a release"
+    out = tmp_path_factory.mktemp('dist')
+    build('--outdir', out, src)
+    return out
+
+def contents(whl):
+    with zipfile.ZipFile(whl) as z: return {o: z.read(o).decode() for o in z.namelist()}
+
+def metadata(dist):
+    files = contents(next(dist.glob('*.whl')))
+    return message_from_string(next(v for k,v in files.items() if k.endswith('METADATA')))
+
+def test_wheel(dist, tmp_path):
+    "Holds the package and the license and nothing else, and can be imported where it is installed"
+    import fastai_accum
+    whl = next(dist.glob('*.whl'))
+    assert whl.name.startswith(f'fastai_accum-{fastai_accum.__version__}-')
+    files,info = contents(whl),f'fastai_accum-{fastai_accum.__version__}.dist-info'
+    modules = {str(o.relative_to(root)) for o in (root/'fastai_accum').rglob('*.py')}
+    assert {o for o in files if not o.startswith(info)}==modules
+    assert files[f'{info}/licenses/LICENSE']==(root/'LICENSE').read_text()
+    sh(sys.executable, '-m', 'pip', 'install', '--no-deps', '--no-index', '--target', tmp_path/'site', whl)
+    code = "import fastai_accum.all as m; assert 'site' in m.__file__, m.__file__; print(m.AccumulateStep(4).n_step)"
+    assert sh(sys.executable, '-W', 'ignore', '-c', code, cwd=tmp_path,
+              env={'PYTHONPATH':str(tmp_path/'site'), 'PATH':'', 'HOME':str(tmp_path)}).strip()=='4'
+
+def test_sdist(dist, src, tmp_path):
+    "Builds the same wheel as the clone, and has what a packager needs"
+    import fastai_accum
+    sdist = next(dist.glob('*.tar.gz'))
+    assert sdist.name==f'fastai_accum-{fastai_accum.__version__}.tar.gz'
+    with tarfile.open(sdist) as t: names = {o.split('/', 1)[-1] for o in t.getnames()}
+    assert {'LICENSE','README.md','CHANGELOG.md','pyproject.toml','settings.ini','setup.py'} <= names
+    # a part of the tests would be of no use
+    assert not any(o.startswith(('nbs','tests/','benchmarks')) for o in names)
+    build('--wheel', '--outdir', tmp_path, src)
+    assert contents(next(tmp_path.glob('*.whl')))==contents(next(dist.glob('*.whl')))
+
+def test_twine(dist):
+    pytest.importorskip('twine', reason='twine, which checks what PyPI accepts, is not installed')
+    sh(sys.executable, '-m', 'twine', 'check', '--strict', *dist.iterdir())
+
+def test_metadata(dist):
+    meta = metadata(dist)
+    for o in ('Name','Version','Summary','Author','Keywords','Requires-Python'): assert meta[o], f'{o} is missing'
+    assert meta['License-Expression']=='Apache-2.0' and meta.get_all('License-File')==['LICENSE']
+    assert meta['Description-Content-Type']=='text/markdown'
+    assert meta.get_payload().strip()==(root/'README.md').read_text().strip()
+    assert [o for o in meta.get_all('Requires-Dist') if 'extra' not in o]==settings['requirements'].split()
+    urls = dict(o.split(', ') for o in meta.get_all('Project-URL'))
+    assert set(urls)=={'Homepage','Documentation','Repository','Issues','Changelog'}
+    assert all(o.startswith('https://') for o in urls.values())
+    trove = meta.get_all('Classifier')
+    assert 'Operating System :: OS Independent' in trove
+    assert not any(o.startswith('License') for o in trove)   # PyPI refuses them beside a license expression
+    pythons = [o.split(' :: ')[-1] for o in trove if re.search(r':: 3\.\d+$', o)]
+    workflow = (root/'.github/workflows/test.yml').read_text()
+    assert pythons==re.findall(r"'(3\.\d+)'", re.search(r'python: \[(.*)\]',
+                                                        workflow)[1]), 'the workflow tests other versions of Python'
+    assert meta['Requires-Python']==f'>={pythons[0]}'
+
+def test_oldest():
+    "The workflow's oldest versions are those that the metadata allows"
+    oldest = (root/'.github/oldest.txt').read_text().split()
+    assert {o.replace('>=', '==') for o in settings['requirements'].split()} <= set(oldest)
+
+def test_readme_on_pypi():
+    "PyPI and GitHub show the README without the site around it, so a link or an image that is relative would be broken"
+    text = (root/'README.md').read_text()
+    text = re.sub(r'^```.*?^```', '', text, flags=re.S|re.M)
+    links = re.findall(r'\]\(([^)\s]+)', text) + re.findall(r'(?:src|href)="([^"]+)"', text)
+    broken = [o for o in links if not o.startswith(('https://','#'))]
+    assert links and not broken, broken
+    files = [m[1] for o in links if (m := re.search(r'fastai_accum/(?:raw|blob)/main/(.*)', o))]
+    assert files and all((root/o).is_file() for o in files), files
+
+@pytest.mark.parametrize('name', ['README.md','CHANGELOG.md','.github/ISSUE_TEMPLATE/bug.yml',
+                                  '.github/ISSUE_TEMPLATE/config.yml'])
+def test_pages_exist(name):
+    "Links to the site that are not on the site, where its own test would see them"
+    pages = re.findall(r'fastai-accum\.github\.io/fastai_accum/([\w/]+)\.html', (root/name).read_text())
+    missing = [o for o in pages if not (root/f'nbs/{o}.ipynb').is_file()]
+    assert pages and not missing, missing
+
+def test_stated_once():
+    tomllib = pytest.importorskip('tomllib', reason='reads pyproject.toml, and tomllib comes with Python 3.11')
+    proj = tomllib.loads((root/'pyproject.toml').read_text())['project']
+    assert set(proj['dynamic'])=={'version','dependencies',
+                                  'optional-dependencies'} and 'version' not in proj and 'dependencies' not in proj
+    assert 'fastai' not in (root/'setup.py').read_text().replace('fastai_accum', '')
+    assert 'version' not in (root/'settings.ini').read_text()
+
+def test_changelog():
+    "The version that the package has is described"
+    import fastai_accum
+    assert f'\n## {fastai_accum.__version__}\n' in (root/'CHANGELOG.md').read_text()
+
+def test_import_time(tmp_path):
+    """At most 50 ms on top of `import fastai.basics`, compiled as an installed package is: the best of five, since a
+    busy machine only ever adds"""
+    env = {k:v for k,v in os.environ.items() if k!='PYTHONDONTWRITEBYTECODE'} | {'PYTHONPYCACHEPREFIX':str(tmp_path)}
+    code = 'import time, fastai.basics; t=time.perf_counter(); import fastai_accum.all; print(time.perf_counter()-t)'
+    secs = min(float(sh(sys.executable, '-W', 'ignore', '-c', code, cwd=root, env=env)) for _ in range(5))
+    assert secs<0.05, f'{secs*1000:.0f} ms'
+
+def test_public_names():
+    names = {}
+    exec('from fastai_accum.all import *', names)
+    for o in ('AccumulateStep MicroBatch turn_on_accumulation turn_off_accumulation accumulation loss_weight '
+              'to_group_norm BatchNormEval').split():
+        assert o in names, o
+    for o in 'Window Counts Plan WindowCallback Replaced join slices base_loss processes is_a'.split():
+        assert o not in names, f'{o} is not for users'
+    assert 'fastai_accum' not in names and 'F' not in names
+
+def test_names_of_callbacks():
+    "`learn.NAME` is the callback, so no method of a learner may have that name"
+    from fastai.basics import Callback,Learner
+    import fastai_accum.all as accum
+    cbs = [o for o in map(vars(accum).get, accum.__all__) if isinstance(o, type) and issubclass(o, Callback)]
+    assert len(cbs)>5
+    for o in cbs:
+        name = o.name if isinstance(o.name, str) else o.name.fget(o.__new__(o))
+        assert not hasattr(Learner, name), f'{o.__name__} is learn.{name}, which is a method'
+
+def test_no_side_effects():
+    "The import adds no progress bar to every learner"
+    code = ('from fastai.basics import *; old=list(defaults.callbacks); '
+            'import fastai_accum.all; assert defaults.callbacks==old')
+    sh(sys.executable, '-W', 'ignore', '-c', code, cwd=root)
+
+def test_readme_runs(tmp_path):
+    "The Python of the README, on images in a folder: smaller ones, a smaller network, and no weights to download"
+    code = '\n'.join(re.findall(r'^```python\n(.*?)^```', (root/'README.md').read_text(), flags=re.S|re.M))
+    for old,new in {'resnet34':'resnet18, pretrained=False', 'Resize(224)':'Resize(32)'}.items():
+        assert old in code
+        code = code.replace(old, new)
+    images = """
+from PIL import Image
+path,shades = Path('images'),dict(dark=0, light=255)
+for name,v in shades.items():
+    (path/name).mkdir(parents=True)
+    for i in range(48): Image.new('RGB', (32,32), (v,)*3).save(path/name/f'{i}.png')
+"""
+    counts = "\nc = learn.accumulate_step.counts; print(c.n_micro, c.n_steps)"
+    head,body = code.split('# before', 1)
+    (tmp_path/'readme.py').write_text(head+images+'# before'+body+counts)
+    out = sh(sys.executable, '-W', 'ignore', 'readme.py', cwd=tmp_path, env={**os.environ, 'PYTHONPATH':str(root)})
+    assert out.split()[-2:]==['12','3'], 'three epochs of 76 images in batches of 16: four micro-batches, one step'
+
+def test_one_way_imports():
+    "`loss` knows nothing of `core`"
+    code = (root/'fastai_accum'/'loss.py').read_text().split('__all__')[1]
+    assert 'fastai_accum' not in code.replace('fastai_accum/loss','')
+
+def lines_to_read(p):
+    "The lines of code to be read: cells that are neither hidden nor exported, and blocks in the text"
+    for c in json.loads(p.read_text())['cells']:
+        s = ''.join(c['source'])
+        if c['cell_type']=='markdown':
+            yield from '\n'.join(re.findall(r'^```.*?\n(.*?)^```', s, flags=re.S|re.M)).split('\n')
+        elif not re.search(r"^#\|\s*(hide|export|exporti)\b", s, flags=re.M):
+            yield from (o for o in s.split('\n') if not o.startswith('#|'))
+
+notebooks = pytest.mark.parametrize('p', sorted((root/'nbs').rglob('[!_]*.ipynb')), ids=lambda p: p.stem)
+
+@notebooks
+def test_lines_fit(p):
+    "A line of code that readers of the page or of the notebook see has at most 88 letters"
+    assert not [o for o in lines_to_read(p) if len(o)>88]
+
+@notebooks
+def test_no_noise_in_notebooks(p):
+    "Stored outputs have no warnings, progress bars or paths of one machine"
+    if any(o.startswith(('_proc','.')) for o in p.relative_to(root/'nbs').parts): return
+    text = ''.join(str(o.get('text', '')) + str(o.get('data', {}).get('text/plain', ''))
+                   for c in json.loads(p.read_text())['cells'] for o in c.get('outputs', []))
+    for o in ('Warning', '█', '% [', '|----', 'site-packages', *(f'/{folder}/' for folder in ('home','root','tmp'))):
+        assert o not in text, o

@@ -1,0 +1,132 @@
+"""Several processes against one that trains on all their samples, on the CPU over loopback (see `several.py`).
+
+All cases run in one set of processes for each number of them, since starting them takes longer than training; no wait
+is without a limit."""
+import os,socket,subprocess,sys
+import pytest
+pytest.importorskip('accelerate',
+                    reason='fastai trains in several processes through accelerate, which is not installed')
+from several import *
+from test_processes import compare,free_port,load,run,started
+
+refused = dict(
+    shards           = 'fully_shard',
+    lr_find          = 'lr_find waits for ever in several processes',
+    ctx_find         = 'lr_find waits for ever in several processes',
+    ends_early       = 'processes have no more batches',
+    metrics_uneven   = 'another process has ended',
+    empty            = 'no training')
+some = 'even tail uneven one_is_empty dropped_last buffers static unused ctx_odd sched'
+worlds = {2: [k for k in cases if k not in ('breaks',*refused)], 3: some.split()}
+
+@pytest.fixture(scope='module')
+def results(tmp_path_factory): return started(worlds, tmp_path_factory)
+
+@pytest.mark.parametrize('world,name', [(w,k) for w,ks in worlds.items() for k in ks])
+def test_same_as_one_process(world, name, results, monkeypatch, tmp_path):
+    monkeypatch.setenv('SEVERAL_PATH', str(tmp_path))
+    compare(results(world), name, world)
+
+@pytest.mark.parametrize('name', ['events','events_weighed'])
+def test_every_event(name, results):
+    "Callbacks of any order see what they see in one process that trains on the large batches, the loss included"
+    alone = cases[name].alone(2).seen
+    for several in load(results(2), name, 2):
+        assert [o[:-1] for o in several['seen']]==[o[:-1] for o in alone]
+        assert rel(several['seen'], alone)[0]<=TOL and len(alone)>100
+
+def test_messages_of_a_window(results):
+    """Two windows of four: nothing is sent until the last; then a few numbers, and the gradients of one batch as one
+    message"""
+    n_bytes = sum(p.numel()*8 for p in small_model().parameters())
+    for several in load(results(2), 'messages', 2):
+        sent = [o for o,_ in several['seen']]
+        assert [len(o)>0 for o in sent]==[False,False,False,True]*2 or [len(o)>0 for o in sent]==[False]*8
+        assert all(o==n_bytes or o<=64 for os in sent for o in os)
+
+def test_gradients_between_boundaries(results):
+    "Those of the processes differ in all micro-batches"
+    a,b = ([g for _,g in o['seen']] for o in load(results(2), 'messages', 2))
+    same = [all(torch.equal(x, y) for x,y in zip(*gs)) for gs in zip(a,b)]
+    assert same==[False]*8
+
+def test_an_error_in_one_process(tmp_path):
+    "The other one does not wait for it for ever, and says what has happened"
+    t = time.time()
+    codes,logs = run(2, tmp_path, ['breaks'], limit=100)
+    assert all(codes) and 'process 1 has had enough' in logs[1]
+    assert 'AccumulateStep: another process has ended' in logs[0], logs[0][-3000:]
+
+@pytest.mark.parametrize('name', refused)
+def test_refused(name, tmp_path):
+    "All processes say so, and none waits for ever"
+    codes,logs = run(2, tmp_path, [name], limit=100)
+    assert all(codes), 'a process has gone on'
+    in_one = name in ('empty','metrics_uneven')   # the other one finds that this one has ended
+    assert (any if in_one else all)(refused[name] in o for o in logs), [o[-3000:] for o in logs]
+
+script = '''
+from fastai.basics import *
+from fastai.distributed import *
+from fastai_accum.all import *
+
+gpu = torch.cuda.device_count()>=2
+def on_cpu(self, t, rank): t = LongTensor(t); torch.distributed.broadcast(t, rank); return t.tolist()
+if not gpu: DistributedDL._broadcast = on_cpu   # fastai's moves it to a GPU
+
+x,y = torch.randn(90, 6, generator=torch.Generator().manual_seed(0)).double(),torch.arange(90)%3
+
+def get_learner(dl):
+    set_seed(0)
+    norm = nn.BatchNorm1d(8) if gpu else nn.LayerNorm(8)   # synchronised batch norm needs GPUs
+    model = nn.Sequential(nn.Linear(6,8), norm, nn.ReLU(), nn.Linear(8,3)).double()
+    valid = DataLoader(list(zip(x,y)), bs=15)
+    return Learner(DataLoaders(dl, valid), model, loss_func=nn.CrossEntropyLoss(), default_cbs=False,
+                   cbs=[TrainEvalCallback(), AccumulateStep(n_step=2)])
+
+def train():
+    learn = get_learner(DataLoader(list(zip(x,y)), bs=9))
+    with learn.distrib_ctx(cpu=not gpu, sync_bn=gpu): learn.fit(2, .01)
+    device = next(learn.model.parameters()).device
+    # the micro-batches of both processes
+    joined = [torch.cat([torch.arange(i, i+9), torch.arange(45+i, 54+i)]) for i in range(0, 45, 9)]
+    alone = get_learner(DataLoader([(x[i].to(device),y[i].to(device)) for i in joined], bs=None))
+    alone.dls.loaders[1] = DataLoader([(x.to(device),y.to(device))], bs=None)
+    alone.model.to(device)
+    alone.fit(2, .01)
+    a,b = (torch.cat([o.double().flatten() for o in l.model.state_dict().values()]) for l in (learn,alone))
+    err,c = (a-b).norm()/b.norm(),learn.accumulate_step.counts
+    assert err<=1e-12, err
+    print(f'process {rank_distrib()} of {num_distrib()}: {c.n_steps} steps, {c.n_stepped} samples', flush=True)
+'''
+def launched(how, folder):
+    "The lines that the processes print when `how` starts them"
+    (folder/'train.py').write_text(script + '\nif __name__=="__main__": train()')
+    start = f'notebook_launcher(train, num_processes=2, use_port="{free_port()}")'
+    (folder/'notebook.py').write_text(f'{script}\nfrom accelerate import notebook_launcher\n{start}')
+    port = str(free_port())
+    args = dict(torchrun=['-m', 'torch.distributed.run', '--nproc_per_node', '2', '--master_port', port, 'train.py'],
+                accelerate=['-m', 'accelerate.commands.launch', '--multi_gpu', '--num_processes', '2',
+                            '--main_process_port', port, 'train.py'],
+                notebook_launcher=['notebook.py'])[how]
+    env = {**os.environ, 'PYTHONPATH':str(Path(__file__).resolve().parents[2]), 'PYTHONWARNINGS':'ignore',
+           'OMP_NUM_THREADS':'1'}
+    res = subprocess.run([sys.executable, *args], cwd=folder, env=env, capture_output=True, text=True, timeout=150)
+    assert not res.returncode, res.stdout+res.stderr[-3000:]
+    return sorted(re.findall(r'process \d of 2: \d+ steps, \d+ samples', res.stdout))
+
+# 45 samples an epoch in each: windows of 18, 18 and 9
+EXPECTED = [f'process {r} of 2: 6 steps, 90 samples' for r in range(2)]
+
+@pytest.mark.parametrize('how', ['torchrun','accelerate','notebook_launcher'])
+def test_launched(how, tmp_path, monkeypatch):
+    "A script in `distrib_ctx`, however it is started, trains what one process trains"
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
+    assert launched(how, tmp_path)==EXPECTED
+
+@pytest.mark.skipif(torch.cuda.device_count()<2,
+                    reason='trains on two GPUs with NCCL and synchronised batch norm, and this machine has fewer')
+@pytest.mark.parametrize('how', ['torchrun','accelerate'])
+def test_on_gpus(how, tmp_path):
+    "The same with NCCL and synchronised batch norm, whose running statistics are compared too"
+    assert launched(how, tmp_path)==EXPECTED

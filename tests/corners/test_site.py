@@ -1,0 +1,270 @@
+"""The built site in a real browser: every page on a wide and on a narrow screen, light and dark.
+
+`make docs` builds it; Chromium comes with the system (Debian's package `chromium`), Playwright drives it."""
+import re,shutil,threading,pytest
+from functools import partial
+from http.server import SimpleHTTPRequestHandler,ThreadingHTTPServer
+from io import BytesIO
+from pathlib import Path
+from urllib.parse import quote,unquote,urldefrag,urlsplit
+from PIL import Image
+
+sync_api = pytest.importorskip('playwright.sync_api', reason="Playwright is not installed: pip install -e '.[site]'")
+SITE,NAMES = Path(__file__).resolve().parents[2]/'_docs',('chromium','chromium-browser','google-chrome')
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
+pages = sorted(p.relative_to(SITE).as_posix() for p in SITE.rglob('*.html')) if SITE.exists() else []
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason='Chromium is not installed: apt install chromium')
+on_site = pytest.mark.skipif(not pages, reason='there is no site in _docs: make docs')
+UNFOLD = "document.querySelectorAll('details').forEach(o => o.open = true)"
+on_each_page = lambda f: on_site(pytest.mark.parametrize('path', pages)(f))
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args): pass
+
+@pytest.fixture(scope='module')
+def root():
+    server = ThreadingHTTPServer(('127.0.0.1', 0), partial(Quiet, directory=SITE))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f'http://127.0.0.1:{server.server_port}/'
+    server.shutdown()
+
+@pytest.fixture(scope='module')
+def browser():
+    with sync_api.sync_playwright() as p:
+        res = p.chromium.launch(executable_path=CHROMIUM, args=['--no-sandbox'])
+        yield res
+        res.close()
+
+@pytest.fixture
+def page(browser, root):
+    "A wide page that reaches this site only: what it asks from elsewhere, a font or a badge, comes back empty"
+    res = browser.new_page(viewport=dict(width=1280, height=900))
+    res.route('**/*', lambda r: r.continue_() if local(r.request.url, root) else r.fulfill(status=200, body=''))
+    res.errors = []
+    res.on('console', lambda m: res.errors.append(m.text) if m.type=='error' else None)
+    res.on('pageerror', lambda e: res.errors.append(str(e)))
+    yield res
+    res.close()
+
+def local(url, root): return url.startswith((root, 'data:'))
+
+# The checks below look at the page that the browser shows, and return what is wrong with it.
+
+PROSE = """(() => {
+    const o = document.querySelector('main').cloneNode(true)
+    o.querySelectorAll('pre, code, annotation, script, style').forEach(c => c.remove())
+    return o.textContent
+})()"""
+
+def unrendered(page):
+    "Formulas and Markdown that are shown as they were written"
+    formulas = page.evaluate("""[...document.querySelectorAll('main .math')]
+        .filter(o => !o.querySelector('math, mjx-container, .katex') || o.querySelector('merror, .katex-error'))
+        .map(o => o.textContent)""")
+    return formulas + re.findall(r'.{,40}\]\(.{,40}|\$[^$\n]+\$|\\[()[\]].*|\\[a-zA-Z]{2,}.*', page.evaluate(PROSE))
+
+def cut(page):
+    "The longest line of each block of code or output that is wider than its box"
+    return page.evaluate("""[...document.querySelectorAll('main pre')].filter(o => o.scrollWidth > o.clientWidth)
+        .map(o => o.innerText.split('\\n').reduce((a, b) => b.length>a.length ? b : a))""")
+
+def clipped(page):
+    "Entries of the tables of contents, left and right, that do not fit, or that nobody can scroll to"
+    return page.evaluate("""[...document.querySelectorAll('#TOC a, #quarto-sidebar .sidebar-link')].filter(a => {
+        const text = document.createRange()
+        text.selectNodeContents(a)
+        let seen = text.getBoundingClientRect()
+        if (!seen.width) return false   // on a narrow screen there is no table of contents
+        for (let o = a; o !== document.body; o = o.parentElement) {
+            const box = o.getBoundingClientRect(), {overflowY, position} = getComputedStyle(o)
+            if (seen.right > box.right+1 || seen.left < box.left-1) return true
+            if (['auto', 'scroll'].includes(overflowY)) seen = box   // whatever is in it can be scrolled to
+            else if (overflowY !== 'visible' && seen.bottom > box.bottom+1) return true
+            if (['sticky', 'fixed'].includes(position)) return seen.bottom > innerHeight+1
+        }
+    }).map(a => a.innerText)""")
+
+def wide_tables(page):
+    "Tables that leave the page, or on a wide screen scroll; cells that are too wide or too narrow to be read"
+    return page.evaluate("""[...document.querySelectorAll('main table')].flatMap(o => {
+        const boxes = [], found = []
+        for (let p = o; p; p = p.parentElement)
+            if (['auto', 'scroll'].includes(getComputedStyle(p).overflowX)) boxes.push(p)
+        const inside = p => p.getBoundingClientRect().right <= innerWidth+.5
+        if (!inside(o) && !boxes.some(inside)) found.push('leaves the page')
+        const scrolls = boxes.some(p => p.scrollWidth > p.clientWidth+1)
+        if (innerWidth > 1000 && scrolls) found.push('scrolls on a wide screen')
+        for (const c of o.querySelectorAll('td, th')) {
+            const {width} = c.getBoundingClientRect(), text = c.innerText
+            const tooNarrow = width > 0 && width < 70 && text.length > 40   // 0: it is not shown
+            if (width > innerWidth-20 || tooNarrow) found.push(`has ${width} pixels for: ${text}`)
+        }
+        return found.map(f => o.innerText.slice(0, 40).replace(/\\s+/g, ' ') + '… ' + f)
+    })""")
+
+def white_boxes(page):
+    "Pictures and elements that are light boxes (on a dark page)"
+    res = page.evaluate("""[...document.querySelectorAll('main, main *')].filter(o => {
+        const [r, g, b, a=1] = getComputedStyle(o).backgroundColor.match(/[0-9.]+/g).map(Number)
+        const {width, height} = o.getBoundingClientRect()
+        return a > .5 && .2126*r+.7152*g+.0722*b > 128 && width > 50 && height > 20
+    }).map(o => o.outerHTML.slice(0, 80))""")
+    for o in page.query_selector_all('main img, main svg, main canvas, main video, main iframe'):
+        box = o.bounding_box()
+        if not box or min(box['width'], box['height'])<30: continue   # hidden, or a badge
+        im = Image.open(BytesIO(o.screenshot())).convert('L')
+        w,h = im.size
+        sides = [im.crop(c) for c in [(0,0,w,3), (0,h-3,w,h), (0,0,3,h), (w-3,0,w,h)]]
+        if light(im)>.25 or any(light(s)>.5 for s in sides):
+            res.append(o.evaluate('o => o.alt || o.outerHTML.slice(0, 80)'))
+    return res
+
+def light(im):
+    "The share of a picture that is nearly white"
+    return sum(im.histogram()[200:])/(im.width*im.height)
+
+def drawn(colour, shape='M0 0h200v90H0z'):
+    "A picture of one shape, which fills it by default"
+    size = 'xmlns="http://www.w3.org/2000/svg" width="200" height="90"'
+    return f'<svg {size}><path d="{shape}" fill="{colour}"/></svg>'
+
+def picture(colour, style=''):
+    return f'<img alt="A plot" style="{style}" src="data:image/svg+xml,{quote(drawn(colour))}">'
+
+def contents(n, style, text='An entry'):
+    "A table of contents of `n` entries, which stays on the screen while the page scrolls"
+    links = f'<a style="display:block">{text}</a>'*n
+    return f'<nav id="TOC" style="position:sticky; top:0; width:200px; {style}">{links}</nav>'
+
+scrolls,wraps = 'display:block; overflow:auto','white-space:pre-wrap; overflow-wrap:anywhere'
+sentence = 'Some words in a row. '*3
+
+CHECKS = [   # what to look for, a page that has it, and one that does not
+    (unrendered, 'The gradient $g_i$ of a sample', 'It costs $5'),
+    (unrendered, r'<span class="math">\(g_i\)</span>', '<span class="math"><math><mi>g</mi></math></span>'),
+    (unrendered, r'<math><mi>\operatorname</mi></math>', '<math><mo>tr</mo></math>'),
+    (unrendered, '<span class="math">g of i</span>', r'<code>\frac{a}{b}</code> and <pre>$a$</pre>'),
+    (unrendered, 'See [the page](page.html)', 'See <a href="page.html">the page</a> (here)'),
+    (cut, f'<pre style="overflow:auto">{"x"*300}</pre>', f'<pre>{"x"*80}</pre>'),
+    (cut, f'<pre>{"x"*300}</pre>', f'<pre style="{wraps}">{"x"*300}</pre>'),
+    (clipped, contents(1, '', 'x'*60), contents(1, wraps, 'x'*60)),
+    (clipped, contents(90, ''), contents(90, 'max-height:100vh; overflow-y:auto')),
+    (clipped, contents(9, 'height:50px; overflow:hidden'), contents(9, 'height:50px; overflow:auto')),
+    (wide_tables, f'<table><td>{"x"*300}</table>', f'<table style="width:50%"><td>{sentence*9}</table>'),
+    (wide_tables, f'<table style="{scrolls}">{("<td>"+"x"*99)*2}</table>', f'<table style="{scrolls}"><td>x</table>'),
+    (wide_tables, f'<table><td style="width:50px">{sentence}</table>', f'<table><td>{sentence}</table>'),
+    (white_boxes, picture('white'), picture('white', 'filter:invert(.9)')),
+    (white_boxes, picture('black', 'padding:20px; background:white'), picture('black', 'padding:20px')),
+    (white_boxes, picture('white', 'padding:5px; background:black'), picture('grey', 'padding:5px; background:black')),
+    (white_boxes, drawn('white'), drawn('black')),
+    (white_boxes, drawn('white', 'M20 10h140v70H20z'), drawn('white', 'M20 30h140v9H20z')),   # axes, and a line
+    (white_boxes, f'<table style="background:#eee"><td>{sentence}</table>', f'<table><td>{sentence}</table>')]
+
+@pytest.mark.parametrize('check,bad,good', CHECKS)
+def test_check(check, bad, good, page):
+    "Each check finds what is wrong with a page that is made for it, and nothing in one that is right"
+    style = 'margin:0; background:#222; color:#eee'
+    show = lambda body: page.set_content(f'<!doctype html><body style="{style}"><main>{body}</main>')
+    show(bad);  assert check(page)
+    show(good); assert not check(page)
+
+def test_tables_on_a_phone(page):
+    "There a table may scroll in its own box, and each of its cells fits on the screen"
+    page.set_viewport_size(dict(width=390, height=844))
+    def show(style, width):
+        cell = f'<td><div style="width:{width}px">x</div>'
+        page.set_content(f'<!doctype html><main><table style="{style}">{cell*2}</table></main>')
+    show('', 300);      assert wide_tables(page)
+    show(scrolls, 300); assert not wide_tables(page)
+    show(scrolls, 400); assert wide_tables(page)
+
+@on_each_page
+def test_page(path, page, root):
+    "No error, no failed request; images have a text and load; links lead somewhere; nothing is cut or left in LaTeX"
+    failed = []
+    page.on('requestfailed', lambda r: failed.append(r.url) if local(r.url, root) else None)
+    page.on('response', lambda r: failed.append(r.url) if r.status>=400 and local(r.url, root) else None)
+    page.goto(root+path, wait_until='load')
+    assert not failed and not page.errors
+    images = page.evaluate("[...document.images].map(o => [o.src, o.alt.trim(), o.naturalWidth])")
+    assert not [src[:80] for src,alt,width in images if not alt], 'no alternative text'
+    assert not [src[:80] for src,alt,width in images if local(src, root) and not width], 'an image that does not load'
+    links = page.evaluate("[...document.links].map(o => o.href)")
+    assert not [href for href in links if local(href, root) and not leads_somewhere(href, root)]
+    assert not page.query_selector('.cell-output-stderr'), 'a warning that a cell has left'
+    page.evaluate(UNFOLD)
+    assert page.query_selector('#quarto-sidebar .sidebar-link'), 'no list of the pages'
+    assert {f.__name__:found for f in (unrendered,cut,clipped,wide_tables) if (found := f(page))}=={}
+
+def leads_somewhere(href, root):
+    "Whether the page, and the anchor in it, are on the site"
+    url,anchor = urldefrag(href)
+    p = SITE/unquote(urlsplit(url).path).lstrip('/')
+    if p.is_dir(): p = p/'index.html'
+    return p.exists() and (not anchor or p.suffix!='.html' or f'id="{unquote(anchor)}"' in p.read_text())
+
+@on_each_page
+def test_on_a_phone(path, page, root):
+    "On a screen of 390 pixels nothing is wider than the screen, code and tables included"
+    page.set_viewport_size(dict(width=390, height=844))
+    page.goto(root+path, wait_until='load')
+    page.evaluate(UNFOLD)
+    assert page.evaluate("document.documentElement.scrollWidth")<=390
+    wide = page.evaluate("""(() => {
+        const inside = o => o.getBoundingClientRect().right <= 390.5
+        const isBox = o => ['auto', 'scroll'].includes(getComputedStyle(o).overflowX)
+        const scrolls = o => o && (isBox(o) && inside(o) || scrolls(o.parentElement))
+        const all = [...document.querySelectorAll('main pre, main img')]
+        return all.filter(o => !inside(o) && !scrolls(o)).map(o => o.outerHTML.slice(0, 80))
+    })()""")
+    assert not wide
+    assert not wide_tables(page)
+
+CONTRAST = """(() => {
+    const parse = c => c.match(/[0-9.]+/g).map(Number)
+    const lum = c => {
+        const [r,g,b] = c.slice(0,3).map(v => { v /= 255; return v<=.03928 ? v/12.92 : ((v+.055)/1.055)**2.4 })
+        return .2126*r+.7152*g+.0722*b }
+    const behind = o => {
+        for (; o; o = o.parentElement) {
+            const c = parse(getComputedStyle(o).backgroundColor)
+            if (c.length<4 || c[3]>.5) return c }
+        return [255,255,255] }
+    const all = 'main p, main li, main td, main th, main h1, main h2, main h3, main pre code, main pre span, main a'
+    const texts = [...document.querySelectorAll(all)].filter(o => o.innerText && o.innerText.trim())
+    return texts.map(o => {
+        const a = lum(parse(getComputedStyle(o).color)), b = lum(behind(o))
+        return [(Math.max(a,b)+.05)/(Math.min(a,b)+.05), o.innerText.slice(0,40)] })
+})()"""
+
+BACKGROUND = "getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).slice(0,3).map(Number)"
+
+@pytest.mark.parametrize('scheme', ['light','dark'])
+@on_each_page
+def test_readable(path, scheme, page, root):
+    "Text stands out by 3:1 at least (WCAG 2.1 asks that of large text), most of it by 4.5:1; no white box in the dark"
+    page.emulate_media(color_scheme=scheme)
+    page.goto(root+path, wait_until='load')
+    assert (sum(page.evaluate(BACKGROUND))<300)==(scheme=='dark'), 'the page does not follow the scheme of the system'
+    ratios = page.evaluate(CONTRAST)
+    assert ratios
+    assert not [o for o in ratios if o[0]<3], 'hardly to be read'
+    assert sum(r>=4.5 for r,_ in ratios)>=.95*len(ratios)
+    assert scheme=='light' or not white_boxes(page)
+
+@on_site
+def test_reference(page, root):
+    "A reference page has a table of arguments, and links to lines of the source"
+    page.goto(root+'core.html', wait_until='load')
+    heads = page.evaluate("[...document.querySelectorAll('main thead')].map(o => o.innerText.split(/\\s+/))")
+    assert ['argument','type','meaning'] in [[w for w in h if w] for h in heads]
+    assert not [p for p in pages if '#LNone' in (SITE/p).read_text()]
+
+@on_site
+def test_search(page, root):
+    "`AccumulateStep` leads to its page"
+    page.goto(root+'index.html', wait_until='load')
+    page.fill('input[type=search]', 'AccumulateStep')
+    page.wait_for_selector('.search-result')
+    found = page.evaluate("[...document.querySelectorAll('.search-result')].map(o => o.href)")
+    assert any('core.html' in o for o in found)

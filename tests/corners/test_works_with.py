@@ -1,0 +1,32 @@
+"""The page Works with shows what the tests measure: every row, no other, and none that fails. Run `make works` when
+this fails"""
+from matrix import *
+
+def test_one_meaning():
+    "Tests that share a row say the same about it"
+    rows = all_rows()
+    twice = {key(r) for i,r in enumerate(rows) for o in rows[:i] if key(o)==key(r)}
+    assert not twice, f'marked in two ways: {twice}'
+
+def test_every_row():
+    page = committed()
+    assert {key(r) for r in all_rows()}==set(page)
+    for r in all_rows(): assert {k:page[key(r)][k] for k in r}==r
+
+def test_none_fails():
+    for r in committed().values():
+        assert (r['raises'] is None) != (r['error'] is None) and (r['raises'] or r['error']<=r['tol']), r
+
+def cell(text): return text.replace('|', '\\|').replace('`', "'")
+
+def test_page():
+    "The committed page is that of the committed figures"
+    nb = json.loads((Path(__file__).resolve().parents[2]/'nbs'/'works_with.ipynb').read_text())
+    text = '\n'.join(''.join(o['data']['text/markdown']) for c in nb['cells'] for o in c.get('outputs', [])
+                     if 'text/markdown' in o.get('data', {}))
+    lines = [l for l in text.splitlines() if l.startswith('| ') and not l.startswith(('| ---','| With |'))]
+    assert len(lines)==len(committed())
+    for r in committed().values():
+        line = [l for l in lines if l.startswith(f"| {r['name']} | {'' if r['raises'] else r['compared']} |")
+                and l.endswith(f"{r['note']} |")]
+        assert len(line)==1 and (cell(r['raises']) if r['raises'] else figure(r['error'])) in line[0], r['name']

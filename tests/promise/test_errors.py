@@ -1,0 +1,136 @@
+"Bad input is refused with the argument, the value and what to do, before any weight has moved"
+import pytest
+from functools import partial
+from harness import *
+from fastai_accum.loss import *
+
+def test_counts():
+    for name,v in itertools.product(['n_step','n_samples'], [0, -1, 2.5, 4., '4', True, [4], math.nan]):
+        with pytest.raises(ValueError,
+                           match=rf'AccumulateStep: {name} must be an int of at least 1, got {re.escape(repr(v))}'):
+            AccumulateStep(**{name:v})
+
+def test_arguments():
+    for kw in dict(average=1), dict(average='mean'), dict(drop_last=0):
+        (name,v), = kw.items()
+        with pytest.raises(ValueError, match=f'AccumulateStep: {name} must be True, False or None, got {v!r}'):
+            AccumulateStep(1, **kw)
+    with pytest.raises(ValueError, match='AccumulateStep: weight must be a function'): AccumulateStep(1, weight=1.)
+    for n_step,n_samples in (4,32),(None,None):
+        match = f'give either n_step, which counts micro-batches, or n_samples, .*got {n_step=} and {n_samples=}'
+        with pytest.raises(ValueError, match=match): AccumulateStep(n_step, n_samples=n_samples)
+    with pytest.raises(ValueError, match='give either n_step'): make_learner(make_dls(64, 8), cbs=AccumulateStep)
+    assert AccumulateStep(np.int64(4)).n_step==4
+
+def refused(learn, match, exc=ValueError, fit=lambda l: l.fit(1)):
+    "`fit` raises, and no weight has moved"
+    old = [p.clone() for p in learn.model.parameters()]
+    with pytest.raises(exc, match=match): fit(learn)
+    assert all(torch.equal(o,p) for o,p in zip(old, learn.model.parameters()))
+
+def trains(learn):
+    "After a refusal nothing is lost: `learn` trains as the large batch"
+    big = make_learner(make_dls(64, 32))
+    for l in (learn,big): l.fit(1)
+    assert_same(learn, big)
+
+def test_together_with_fastais():
+    learn = make_learner(make_dls(64, 8), cbs=[GradientAccumulation(32), AccumulateStep(4)])
+    refused(learn, 'remove_cb.GradientAccumulation')
+    learn.remove_cb(GradientAccumulation)
+    trains(learn)
+
+def test_twice():
+    refused(make_learner(make_dls(64, 8), cbs=[AccumulateStep(4), AccumulateStep(2)]),
+            'have this callback (twice|2 times)')
+    cb = AccumulateStep(4)
+    learn = make_learner(make_dls(64, 8), cbs=cb)
+    refused(learn, '(twice|2 times)', fit=lambda l: l.fit(1, cbs=cb))
+    refused(learn, 'add it anew')   # fastai has removed one of the two
+    learn.remove_cb(cb).add_cb(AccumulateStep(4))
+    trains(learn)
+    learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(4))
+    refused(learn, 'have this callback (twice|2 times)', fit=lambda l: l.fit(1, cbs=AccumulateStep(2)))
+    trains(learn)
+    assert learn.accumulate_step.n_step==4
+
+def test_accumulate_replaces():
+    learn = make_learner(make_dls(64, 8)).accumulate(2).accumulate(n_samples=32, drop_last=True)
+    cb, = [o for o in learn.cbs if isinstance(o, AccumulateStep)]
+    assert learn.accumulate_step is cb and (cb.n_step,cb.n_samples,cb.drop_last)==(None,32,True)
+    with pytest.raises(ValueError, match='n_step'): learn.accumulate(0)
+    assert learn.accumulate_step is cb
+
+def test_reduction_none():
+    learn = make_learner(make_dls(64, 8), loss_func=nn.CrossEntropyLoss(reduction='none'), cbs=AccumulateStep(4))
+    refused(learn, "reduction='none'")
+    refused(make_learner(make_dls(64, 8), loss_func=partial(F.cross_entropy, reduction='none'), cbs=AccumulateStep(4)),
+            "reduction='none'")
+    unreduced = lambda pred,targ: F.cross_entropy(pred, targ, reduction='none')
+    refused(make_learner(make_dls(64, 8), loss_func=unreduced, cbs=AccumulateStep(4)), 'scalar outputs', RuntimeError)
+
+def test_losses_of_predictions():
+    "`get_preds(with_loss=True)` sets the reduction to 'none' for a while"
+    learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(4))
+    assert len(learn.get_preds(with_loss=True)[2])==24
+
+@pytest.mark.parametrize('v', [-1., math.nan, math.inf])
+def test_weight_values(v):
+    w = lambda pred,targ: torch.tensor(v)
+    refused(make_learner(make_dls(64, 8), cbs=AccumulateStep(4, weight=w)), f'weight must return .*got {v}')
+
+@pytest.mark.parametrize('v', [torch.ones(3), None, 'a'])
+def test_weight_types(v):
+    refused(make_learner(make_dls(64, 8), cbs=AccumulateStep(4, weight=lambda pred,targ: v)),
+            'weight must return .* got')
+
+def test_never_a_step():
+    for kw,n in (dict(n_step=9), 8), (dict(n_samples=65), 64):
+        learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(**kw, drop_last=True))
+        refused(learn, f'more than the {n} of an epoch and the tail is dropped')
+    learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(9, drop_last=True))
+    learn.validate(); learn.get_preds()   # nothing is trained, nothing is wrong
+
+def test_warns_once():
+    learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(9))
+    with pytest.warns(UserWarning) as rec: learn.fit(3)
+    said, = [str(o.message) for o in rec if 'AccumulateStep' in str(o.message)]
+    assert 'a window of 9 micro-batches is more than the 8 of an epoch' in said and 'each epoch makes one step' in said
+
+@pytest.mark.parametrize('kw,match', [(dict(n_acc=64),r'AccumulateStep\(n_samples=64\)'),
+    (dict(n_steps=4),r'AccumulateStep\(n_step=4\)'), (dict(bs=8),r'MicroBatch\(bs=8\)'),
+    (dict(nonsense=1),"no argument 'nonsense'. The arguments are n_step, n_samples")], ids=str)
+def test_other_names(kw, match):
+    with pytest.raises(TypeError, match=f'AccumulateStep: .*{match}'): AccumulateStep(**kw)
+
+def test_repr():
+    assert repr(AccumulateStep(4))=='AccumulateStep(n_step=4)'
+    assert repr(AccumulateStep(n_samples=64, drop_last=True))=='AccumulateStep(n_samples=64, drop_last=True)'
+    assert repr(MicroBatch(8, coupled=True))=='MicroBatch(bs=8, coupled=True)'
+
+@pytest.mark.parametrize('cb', [AccumulateStep, MicroBatch])
+def test_no_loader(cb):
+    "An empty loader: the error says so, and speaks of the callback that was given"
+    empty = DataLoader(Items(features(4), classes(4)), bs=8, drop_last=True)
+    learn = make_learner(DataLoaders(empty, empty), cbs=cb(4))
+    with pytest.raises(ValueError, match=f'{cb.__name__}: .*no training'): learn.fit(1)
+
+def test_a_loop_of_its_own():
+    "A learner whose `all_batches` or `_do_one_batch` is not fastai's is refused by name"
+    class Mine(Learner):
+        def all_batches(self): super().all_batches()
+    class Other(Learner):
+        def _do_one_batch(self): super()._do_one_batch()
+    for cls,name in (Mine,'all_batches'),(Other,'_do_one_batch'):
+        learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(4))
+        learn.__class__ = cls
+        refused(learn, name)
+
+def test_dropped_samples_are_said(capsys):
+    "One line, once a fit, if more than 5 % of an epoch's samples reach no step"
+    for n,said in (124,True), (1288,False):
+        learn = make_learner(make_dls(n, 8, drop_last=True, x=features(n), y=classes(n)), cbs=AccumulateStep(4))
+        learn.fit(2)
+        out = capsys.readouterr().out
+        assert out.count('reach no step')==said
+        if said: assert 'drop_last=False' in out and re.search(r'(24|28) of the (120|124) samples', out)

@@ -1,0 +1,135 @@
+"Batches in slices against whole batches, also when memory runs out"
+import pytest
+from harness import *
+from fastai_accum.patch import *
+
+modes = pytest.mark.parametrize('coupled', [False,True], ids=['plain','coupled'])
+one_group = dict(splitter=trainable_params)
+def whole(cbs, n=76, bs=32, **kwargs): return same(cbs, bs, bs, n, **{**one_group, **kwargs})
+
+@modes
+@pytest.mark.parametrize('bs,drop_last', [(1,False), (5,False), (5,True), (32,False)])
+def test_same_as_the_whole_batch(coupled, bs, drop_last): whole(lambda: MicroBatch(bs, coupled), drop_last=drop_last)
+
+@modes
+def test_windows_of_slices(coupled):
+    "Beside an `AccumulateStep`, in either order, and by `accumulation`"
+    same(lambda: [AccumulateStep(4), MicroBatch(3, coupled)])
+    same(lambda: [MicroBatch(3, coupled), AccumulateStep(n_samples=32)])
+    whole(lambda: [AccumulateStep(1), MicroBatch(3, coupled)])
+    a,b = (make_learner(make_dls(76, bs, shuffle=False), cbs=cbs) for bs,cbs in ((8,MicroBatch(3, coupled)), (32,None)))
+    with accumulation(4): a.fit(2)
+    b.fit(2)
+    assert_same(a, b)
+
+losses = dict(weighted=lambda: nn.CrossEntropyLoss(weight=tensor([1.,10.,3.]).double()),
+              ignoring=lambda: nn.CrossEntropyLoss(ignore_index=1), of_sum=lambda: nn.CrossEntropyLoss(reduction='sum'))
+@modes
+@pytest.mark.parametrize('loss', losses)
+def test_losses(coupled, loss): whole(lambda: MicroBatch(5, coupled), loss_func=losses[loss](), opt_func=SGD)
+
+def info_nce(p, y):
+    p = F.normalize(p, dim=1)
+    return F.cross_entropy(p@p.roll(1, 0).T/.1, torch.arange(len(p)))
+def rmse(p, y): return (p-F.one_hot(y, 3)).pow(2).mean().sqrt()
+
+@pytest.mark.parametrize('loss', [info_nce,rmse])
+def test_losses_that_tie_samples(loss):
+    "Exact if they see all predictions; slice by slice they are other losses"
+    _,b = whole(lambda: MicroBatch(5, coupled=True), loss_func=loss)
+    a,_ = pair(lambda: MicroBatch(5), 32, loss_func=loss, **one_group)
+    assert worst(a, b)[0]>1e-3
+
+class Sizes(nn.Module):
+    "Notes the sizes of its inputs; memory runs out at more than `limit` samples in training, `valid` in validation"
+    def __init__(self, limit=99, valid=99, where='forward'):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a,self.drop,self.b = nn.Linear(6,5).double(),nn.Dropout(.3),nn.Linear(5,3).double()
+        self.register_buffer('mean', torch.zeros(5).double())
+        self.limits,self.where,self.sizes = {True:limit, False:valid},where,[]
+    def full(self, *_): raise RuntimeError('CUDA out of memory. Tried to allocate 20.00 MiB')
+    def forward(self, x):
+        self.sizes.append((self.training,len(x)))
+        h,full = self.drop(self.a(x).tanh()),len(x)>self.limits[self.training]
+        if self.training: self.mean = .9*self.mean+.1*h.detach().mean(0)
+        if full and self.where=='forward': self.full()
+        if full and h.requires_grad: h.register_hook(self.full)
+        return self.b(h)
+
+@modes
+@pytest.mark.parametrize('where', ['forward','backward'])
+@pytest.mark.parametrize('n_step,bs,limit', [(1,32,8), (3,8,5)])
+def test_auto(coupled, where, n_step, bs, limit, capsys):
+    """Bit for bit the run that uses the right size from the beginning, with the random numbers and the buffers of
+    that run"""
+    def train(size, model):
+        learn = make_learner(make_dls(76, bs, shuffle=False), model, metrics=accuracy, **one_group,
+                             cbs=[MicroBatch(size, coupled), *([AccumulateStep(n_step)] if n_step>1 else [])])
+        learn.recorder.train_metrics = True
+        torch.manual_seed(1)
+        learn.fit_one_cycle(2)
+        return learn
+    found = bs
+    while found>limit: found = -(-found//2)
+    a,b = train('auto', Sizes(limit, where=where)),train(found, Sizes())
+    assert_same(a, b, tol=0)
+    acc = 'accumulate_step' if n_step>1 else 'micro_batches'
+    assert getattr(a, acc).counts==getattr(b, acc).counts
+    assert 'memory ran out' in capsys.readouterr().out and max(n for t,n in a.model.sizes[-6:])<=max(found,16)
+    is_clean(a)
+
+def test_auto_in_validation():
+    a,b = (make_learner(make_dls(76, 32, shuffle=False), m, cbs=cb, **one_group)
+           for m,cb in ((Sizes(valid=4),MicroBatch()), (Sizes(),None)))
+    for l in (a,b): torch.manual_seed(1); l.fit(2)
+    assert_same(a, b)
+    for x,y in zip(a.get_preds(), b.get_preds()): close(x, y)
+
+def test_auto_gives_up():
+    "Below one sample, and for other errors"
+    learn = make_learner(make_dls(64, 32), Sizes(0), cbs=MicroBatch(), **one_group)
+    with pytest.raises(RuntimeError, match='MicroBatch: memory .*even with one sample at a time'): learn.fit(1)
+    is_clean(learn)
+    learn = make_learner(make_dls(64, 32, x=features(64, 5), y=classes(64)), cbs=MicroBatch())
+    with pytest.raises(RuntimeError, match='mat1 and mat2'): learn.fit(1)
+    is_clean(learn)
+
+@modes
+def test_validation_in_slices(coupled):
+    "The model never sees more than a slice; loss and metrics see whole batches"
+    seen = []
+    def metric(p, y): seen.append(len(y)); return rmse(p, y)   # no mean of those of slices
+    def model(): m = Sizes(); m.drop.p = 0.; return m
+    a,b = whole(lambda: MicroBatch(5, coupled), metrics=metric, model=model, but='buffers')
+    assert max(n for _,n in a.model.sizes)==5 and set(seen)=={16,8}
+    for x,y in zip(a.get_preds(with_loss=True), b.get_preds(with_loss=True)): close(x, y)
+    close(a.validate(), b.validate())
+    c,_ = whole(lambda: MicroBatch(5, coupled, valid=False), metrics=metric, model=model, but='buffers')
+    assert max(n for t,n in c.model.sizes if not t)==16 and max(n for t,n in c.model.sizes if t)==5
+
+@modes
+def test_split(coupled):
+    "Samples along the second dimension"
+    class Turned(nn.Module):
+        def __init__(self): super().__init__(); self.m = small_model()
+        def forward(self, x): return self.m(x.T)
+    def dls(bs):
+        x,y = features(80),classes(80)
+        def batches(n): return [(x[i:min(i+bs,n)].T,y[i:min(i+bs,n)]) for i in range(0, n, bs)]
+        return DataLoaders(*[DataLoader(batches(n), bs=None) for n in (76,24)])
+    def split(b, bs): return [(b[0][:,i:i+bs],b[1][i:i+bs]) for i in range(0, b[0].shape[1], bs)]
+    whole(lambda: MicroBatch(5, coupled, split=split), dls=dls, model=Turned)
+
+@modes
+def test_mixup(coupled):
+    "With `coupled=True`, MixUp draws as without slices. Otherwise it draws within each slice, and still trains"
+    class StackedCE(nn.CrossEntropyLoss): y_int = True   # as fastai's: MixUp mixes losses, not targets
+    def mixer(): cb = MixUp(.4); cb.distrib = torch.distributions.Beta(*torch.tensor([.4,.4])); return cb
+    torch.set_default_dtype(torch.float64)   # of λ
+    try: a,b = pair(lambda: MicroBatch(8, coupled), 32, also=mixer, loss_func=StackedCE(), **one_group,
+                    x=features(76, 16).view(76,1,4,4), y=classes(76),
+                    model=lambda: nn.Sequential(nn.Flatten(), small_model(16)))
+    finally: torch.set_default_dtype(torch.float32)
+    if coupled: assert_same(a, b)
+    else: assert len(a.spy.steps)==len(b.spy.steps) and 0<rel(a.recorder.losses, b.recorder.losses)[0]<1
