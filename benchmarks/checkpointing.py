@@ -16,8 +16,8 @@ from fastai.vision.all import *
 from fastai.text.all import AWD_LSTM,awd_lstm_clas_config,get_text_classifier,rnn_cbs
 from fastai.callback.progress import ProgressCallback
 from torchvision.models import VisionTransformer
-from fastai_accum.checkpointing import GradientCheckpointing
-from fastai_accum.offload import OffloadActivations
+from fastai_accum.memory.checkpointing import GradientCheckpointing
+from fastai_accum.memory.offload import OffloadActivations
 
 def body(arch): return partial(create_vision_model, arch, 10, pretrained=False)
 def timm_body(arch): return create_timm_model(arch, 10, pretrained=False)[0]

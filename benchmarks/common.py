@@ -53,7 +53,7 @@ def apart():
     """Without a GPU, let `Host` copy to memory of NumPy, as it copies to the host on a GPU. `peak_bytes` does not count this memory, so it counts what a GPU
     would hold. With a GPU, nothing changes."""
     import numpy as np
-    from fastai_accum.offload import Host
+    from fastai_accum.memory.offload import Host
     def room(self, t):
         like = torch.empty_like(t, device='meta')
         return torch.from_numpy(np.empty(t.numel()*t.element_size(), np.uint8)).view(t.dtype).as_strided(like.shape, like.stride())

@@ -9,7 +9,7 @@ The last one needs a process of its own: importing fastxtend changes the default
 import sys,tempfile,warnings
 warnings.filterwarnings('ignore')
 from common import *
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent/'tests'))
+for o in 'tests','tests/promise': sys.path.insert(0, str(Path(__file__).resolve().parent.parent/o))
 from harness import *
 from test_field_notes import PerToken,grad_error,learner,losses,once,run
 

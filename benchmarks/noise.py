@@ -11,7 +11,7 @@ warnings.filterwarnings('ignore')
 from fastai.basics import *
 from fastai.callback.progress import ProgressCallback
 from fastai_accum.core import AccumulateStep
-from fastai_accum.noise import NoiseScale
+from fastai_accum.know.noise import NoiseScale
 
 BS,N_STEP = 16,4
 

@@ -17,7 +17,7 @@ from fastai.vision.all import *
 from fastai.callback.progress import ProgressCallback
 from torchvision.models import VisionTransformer
 from fastai_accum.all import *
-from fastai_accum.offload import Host
+from fastai_accum.memory.offload import Host
 
 BS,README = 64,('ResNet-50',64)   # what the README shows
 def resnet(arch): return lambda px: create_vision_model(arch, 10, pretrained=False)
