@@ -401,7 +401,8 @@ def test_registered_twice():
     cb = MicroBatch(5)
     learn = make_learner(make_dls(76, 32), cbs=cb)
     with pytest.raises(ValueError, match='MicroBatch: .*twice'): learn.fit(1, cbs=cb)
-    learn.fit(1)
+    with pytest.raises(ValueError, match='add it anew'): learn.fit(1)   # fastai has removed one of the two
+    learn.remove_cb(cb).add_cb(MicroBatch(5)).fit(1)
     assert len(learn.spy.steps)==3
 
 def test_only_one():
