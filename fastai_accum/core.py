@@ -13,6 +13,7 @@ from contextlib import ExitStack,closing,contextmanager,nullcontext
 from dataclasses import dataclass,field
 from itertools import chain
 from fastai.basics import *
+from fastai.learner import replacing_yield
 from .loss import loss_reduction,loss_weight,sums_by_nature
 from .processes import processes
 from .refusals import *
@@ -27,12 +28,9 @@ class Counts:
     n_samples:int = 0 # Samples that the loader has yielded, up to the last window that is over
     sizes:list = field(default_factory=list) # The samples of each window; 0 if it made no step
 
-    @property
-    def n_steps(self):   return sum(n>0 for n in self.sizes)
-    @property
-    def n_stepped(self): return sum(self.sizes)
-    @property
-    def n_thrown(self):  return self.n_samples-self.n_stepped
+    n_steps   = property(lambda o: sum(n>0 for n in o.sizes))
+    n_stepped = property(lambda o: sum(o.sizes))
+    n_thrown  = property(lambda o: o.n_samples-o.n_stepped)
 
 # %% ../nbs/core.ipynb #7f0108f3
 class WindowCallback(Callback):
@@ -156,7 +154,7 @@ class Epoch:
         self.is_mean,self.averages = loss_reduction(learn.loss_func)!='sum',acc.averages(learn.loss_func)
         self.each = learn.cbs.sorted('order').filter(wants_each)        # those with `after_batch` at each micro-batch
         rec = vars(learn).get('recorder')
-        self.recorder = rec if getattr(rec, 'train_metrics', False) else None   # if it has metrics of the training set
+        self.metrics = rec._train_mets[1:] if getattr(rec, 'train_metrics', False) else []   # of the training set
 
 # %% ../nbs/core.ipynb #8fe80876
 @patch
@@ -169,18 +167,19 @@ def train_epoch(self:WindowCallback, learn):
     windows,learn.n_iter = epoch.windows,len(epoch.windows)
     note_batch_norm(self, learn)
     try:
-        with _bars(learn, windows):
+        with _by_micro(learn, epoch):
             for i,batches in enumerate(windows): epoch.train_window(i, batches)
         epoch.group.meet(False, parameters(learn), 0, 0, 0)
     finally: self.counts.n_samples = epoch.n_before+windows.n_samples
 
 # %% ../nbs/core.ipynb #d08d014b
 @contextmanager
-def _bars(learn, windows):
-    "Let progress bars count the batches of the loader"
+def _by_micro(learn, epoch):
+    "Let progress bars and metrics of the training set count micro-batches, not windows"
     with ExitStack() as stack:
         for bar in [vars(cb)['pbar'] for cb in learn.cbs if vars(cb).get('pbar') is not None]:
-            stack.enter_context(lent(bar, update=lambda _, f=bar.update: f(windows.n_drawn)))
+            stack.enter_context(lent(bar, update=lambda _, f=bar.update: f(epoch.windows.n_drawn)))
+        if epoch.metrics: stack.enter_context(contextmanager(replacing_yield)(learn.recorder, 'train_metrics', False))
         yield
 
 # %% ../nbs/core.ipynb #7315f0d8
@@ -194,13 +193,12 @@ def train_window(self:Epoch, i, batches):
         sum_up = partial(self.sum_up, i)
         win = self.cut.attempt(self, sum_up, batches) if self.cut else sum_up(batches)
         if windows.drop_last and not windows.is_full: return _throw_away(learn, hypers)
-        had_it = [] if win.is_last else self.each   # the loader may have ended early
         win.step()
         acc.counts.n_samples = self.n_before+windows.n_samples
         acc.counts.sizes.append(win.n_stepped)
-        cbs = [cb for cb in learn.cbs.sorted('order') if cb not in had_it]
+        cbs = [cb for cb in learn.cbs.sorted('order') if cb not in self.each]
         if acc.last_loss is None: cbs = [cb for cb in cbs if isinstance(cb, TrainEvalCallback)]   # nothing to log yet
-        with self.no_metrics(): run_after_batch(cbs)
+        run_after_batch(cbs)
         if acc.varies or not windows.as_planned(i): learn.pct_train = (learn.epoch+windows.share_after(i))/learn.n_epoch
     except BaseException: clear_gradients(learn); raise
     finally: acc.window = None
@@ -263,7 +261,6 @@ class Window:
 def run(self:Window, i, b, n, is_last):
     "One micro-batch of `n` samples: the learner's own `one_batch`, as far as the step"
     learn = self.learn
-    if self.is_last: run_after_batch(self.epoch.each)   # of the one before, which seemed to be the last
     self.micro = m = Micro(n)
     self.n_micro,self.is_last = self.n_micro+1,is_last
     self.acc.counts.n_micro += 1
@@ -271,8 +268,8 @@ def run(self:Window, i, b, n, is_last):
     if m.end is None and learn.training:
         raise RuntimeError(f"{self.acc}: a micro-batch has ended without the events of a step, maybe because the "
                            "learner steps by itself; let it step through `_do_grad_opt`")
-    if m.end=='step': self.epoch.count_metrics()
-    if not is_last: run_after_batch(self.epoch.each)
+    for met in self.epoch.metrics if m.end=='step' else (): met.accumulate(learn)
+    run_after_batch(self.epoch.each)
 
 # %% ../nbs/core.ipynb #435ca6b0
 class AtStep(BaseException): "Ends a micro-batch where the optimizer would step"
@@ -342,13 +339,8 @@ def step(self:Window):
     self.normalise(ps)
     learn.loss = acc.last_loss = torch.as_tensor(loss/self.total, dtype=learn.loss.dtype, device=learn.loss.device)
     with lent(learn, _with_events=partial(self.step_events, learn._with_events)):
-        try: getattr(learn, '_do_grad_opt', partial(_grad_opt, learn))()
+        try: learn._do_grad_opt()
         except CancelBatchException: clear_gradients(learn); learn('after_cancel_batch')
-
-def _grad_opt(learn):
-    "What older versions of fastai do instead of `_do_grad_opt`"
-    learn._with_events(learn._step, 'step', CancelStepException)
-    learn.opt.zero_grad()
 
 # %% ../nbs/core.ipynb #9e3eccf7
 @patch
@@ -367,30 +359,14 @@ def step_events(self:Window, plain, f, event_type, ex, final=noop):
     plain(step if event_type=='step' else f, event_type, ex, final)
 
 # %% ../nbs/core.ipynb #8219f5eb
-_each = {'HookCallback','CollectDataCallback','ProgressCallback'}
+_each = 'CollectDataCallback','HookCallback','ProgressCallback'
 
 def wants_each(cb):
     "Whether a callback has `after_batch` at each micro-batch"
-    names = map(attrgetter('__name__'), type(cb).__mro__)
-    return vars(cb).get('each_micro_batch', getattr(type(cb), 'each_micro_batch', not _each.isdisjoint(names)))
+    return getattr(cb, 'each_micro_batch', any(o.__name__ in _each for o in type(cb).__mro__))
 
 def run_after_batch(cbs):
     for cb in cbs: cb('after_batch')
-
-# %% ../nbs/core.ipynb #b14ed4db
-@patch
-def count_metrics(self:Epoch):
-    "Let the metrics of the training set see a micro-batch"
-    for met in self.recorder._train_mets[1:] if self.recorder else (): met.accumulate(self.learn)
-
-@patch
-@contextmanager
-def no_metrics(self:Epoch):
-    "A context in which these metrics stay as they are"
-    if self.recorder: self.recorder.train_metrics = False
-    try: yield
-    finally:
-        if self.recorder: self.recorder.train_metrics = True
 
 # %% ../nbs/core.ipynb #7624644d
 @patch

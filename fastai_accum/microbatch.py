@@ -149,7 +149,7 @@ def attempt(self:MicroBatch, epoch, sum_up, batches):
     "The window `sum_up(batches)`; with `bs='auto'` the same batches in smaller slices, if memory runs out"
     if self.bs!='auto': return self.retry(epoch.learn, partial(sum_up, batches))
     learn,acc,seen = epoch.learn,epoch.acc,[]
-    state,scale,n_micro = WindowState(learn, epoch.recorder),acc.scale,acc.counts.n_micro
+    state,scale,n_micro = WindowState(learn, epoch.metrics),acc.scale,acc.counts.n_micro
     def drawn():
         yield from [b for b,_ in seen]
         for b in batches: seen.append((b,versions(b))); yield b

@@ -8,7 +8,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/processes.html.md"""
 __all__ = ['Alone', 'Replicas', 'buckets', 'processes']
 
 # %% ../nbs/processes.ipynb #27779e52
-from contextlib import contextmanager,nullcontext
+from contextlib import nullcontext
 from fastai.basics import *
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
@@ -34,7 +34,7 @@ class Replicas(Alone):
     def sum(self, *vs):
         device = next(self.ddp.parameters()).device
         t = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in vs])
-        with _explained(): distributed.all_reduce(t, group=self.group)
+        distributed.all_reduce(t, group=self.group)
         return t.tolist()
 
 # %% ../nbs/processes.ipynb #2c7ba61b
@@ -62,7 +62,7 @@ def add_up(self:Replicas, ps):
 def send(self:Replicas, f, ts):
     "Send `ts` as one message with `f`, which changes them in place"
     flat = torch.cat([t.detach().flatten() for t in ts])
-    with _explained(): f(flat, group=self.group)
+    f(flat, group=self.group)
     for t,o in zip(ts, flat.split([t.numel() for t in ts])): t.detach().copy_(o.view_as(t))
 
 # %% ../nbs/processes.ipynb #bb68240b
@@ -74,14 +74,6 @@ def buckets(ts, most=25*2**20):
         filling.setdefault(key, []).append(t)
         if sum(o.numel()*o.element_size() for o in filling[key])>=most: yield filling.pop(key)
     yield from filling.values()
-
-# %% ../nbs/processes.ipynb #94dcf38b
-@contextmanager
-def _explained():
-    try: yield
-    except RuntimeError as e:
-        raise RuntimeError("AccumulateStep: another process has ended, or did not reach the end of its window in time. "
-                           "Look at the error of that process") from e
 
 # %% ../nbs/processes.ipynb #561bce98
 def processes(

@@ -95,9 +95,8 @@ class ModelState:
 # %% ../nbs/rewind.ipynb #223a307a
 class WindowState(ModelState):
     "What a window of `learn` can change before its step, as it is now"
-    def __init__(self, learn, recorder=None): # `recorder`: if it has metrics of the training set
+    def __init__(self, learn, metrics=()): # `metrics`: those of the training set
         super().__init__(nn.ModuleList(o for o in (learn.model,learn.loss_func) if isinstance(o, nn.Module)))
-        metrics = recorder._train_mets[1:] if recorder else []
         self.learn,self.n_autocast,self.metrics = learn,n_autocast(),[(vars(o),_copy(vars(o))) for o in metrics]
 
     def restore(self):

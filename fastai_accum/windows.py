@@ -71,15 +71,15 @@ def plan(self:Windows):
 @patch
 def __iter__(self:Windows):
     "The windows, each an iterator over its batches; one batch is in memory at a time"
-    batches,i,begun = self.drawn(),0,0.
+    batches,i = self.drawn(),0
     for b in batches:
         if self.drop_last and self.ends is not None and (i,self.n_drawn-1)==(len(self.ends),[0,*self.ends][-1]):
             for _ in batches: pass   # behind the plan is the tail
             return
         head = [b]
         del b   # or it would stay in memory until the window ends
-        yield self.window(chain(_pop(head), batches), self.size(begun))
-        i,begun = i+1,self.over
+        yield self.window(chain(_pop(head), batches), self.size(self.share(self.n_drawn-1)))
+        i += 1
 
 def _pop(bs): yield bs.pop()
 
@@ -92,10 +92,8 @@ def drawn(self:Windows):
         self.n_drawn,self.n_samples = self.n_drawn+1,self.n_samples+n
         yield b,n
 
-@patch(as_prop=True)
-def over(self:Windows):
-    "The share of the epoch that is over, in batches"
-    return min(1., self.n_drawn/self.n_batches)
+@patch
+def share(self:Windows, n): return min(1., n/self.n_batches)   # of the epoch, after `n` batches
 
 # %% ../nbs/windows.ipynb #6b7ee7df
 @patch
@@ -118,4 +116,4 @@ def as_planned(self:Windows, i):
 @patch
 def share_after(self:Windows, i):
     "The share of the epoch that is over after window `i`; the last one takes a dropped tail along"
-    return 1. if self.as_planned(i) and i+1==len(self) else self.over
+    return 1. if self.as_planned(i) and i+1==len(self) else self.share(self.n_drawn)

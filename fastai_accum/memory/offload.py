@@ -45,8 +45,6 @@ class Kept:
     ahead = None   # the tensor back on its device, and the event that says when its values have arrived
     def __init__(self, t, device, before): self.t,self.device,self.before = t,device,before
 
-def _storage(t): return t.untyped_storage() if hasattr(t, 'untyped_storage') else t.storage()   # before 2.0
-
 # %% ../../nbs/memory/offload.ipynb #ab445772
 class Host:
     "Keeps tensors in the memory of the host, except what `model` holds anyway"
@@ -61,7 +59,7 @@ class Host:
 
     def _look(self):
         own = chain(self.model.parameters(), self.model.buffers())
-        self.own = {_storage(o).data_ptr() for o in own if _is_plain(o)}
+        self.own = {o.untyped_storage().data_ptr() for o in own if _is_plain(o)}
 
     def here(self, t): return t.device.type in ('cpu','meta')   # whether `t` is on the host already
     def room(self, t): return torch.empty_like(t, device='cpu', pin_memory=t.is_cuda)   # a place on the host
@@ -77,8 +75,8 @@ def stays(self:Host, t):
     "Whether `t` stays where it is"
     if not _is_plain(t) or self.here(t): return True
     n = t.numel()*t.element_size()
-    if n<self.least or _storage(t).nbytes()<n: return True   # the copy of an expanded tensor is larger
-    ptr = _storage(t).data_ptr()
+    if n<self.least or t.untyped_storage().nbytes()<n: return True   # the copy of an expanded tensor is larger
+    ptr = t.untyped_storage().data_ptr()
     return ptr in self.own or ptr in self.made
 
 # %% ../../nbs/memory/offload.ipynb #5fa5a872
@@ -91,7 +89,7 @@ def put(self:Host, t):
     if t.is_cuda: self._send(t, host)
     else: host.copy_(t)
     res = Kept(host, t.device, self.last)
-    self.made[_storage(host).data_ptr()],self.last = res,ref(res)
+    self.made[host.untyped_storage().data_ptr()],self.last = res,ref(res)
     return res
 
 @patch
