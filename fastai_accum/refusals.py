@@ -18,7 +18,9 @@ from .loss import loss_reduction
 # %% ../nbs/refusals.ipynb #6ddc79a3
 def check_count(who, name, v, what='an int of at least 1'):
     if isinstance(v, Integral) and not isinstance(v, bool) and v>=1: return int(v)
-    raise ValueError(f"{who}: {name} must be {what}, got {v!r}")
+    hint = (f"; write {int(v)}" if isinstance(v, float) and v>=1 and v.is_integer() else
+            "; if it changes while you train, pass a function `pct -> int`" if isinstance(v, (list,tuple)) else '')
+    raise ValueError(f"{who}: {name} must be {what}, got {v!r}{hint}")
 
 def check_flags(who, allowed, **kwargs):
     for k,v in kwargs.items():
@@ -29,16 +31,20 @@ def check_function(who, name, v, what):
     if v is not None and not callable(v): raise ValueError(f"{who}: {name} must be a function {what}, got {v!r}")
 
 # %% ../nbs/refusals.ipynb #cdbc50cf
-_step,_samples,_bs = ('AccumulateStep','n_step'),('AccumulateStep','n_samples'),('MicroBatch','bs')
-_meant = dict(n_acc=_samples, acc_steps=_step, n_steps=_step, n_micro=_step, n_step=_step, n_samples=_samples,
-              bs=_bs, micro_batch_size=_bs)
+_meant = {   # what other libraries call our arguments, without the `_`
+    'AccumulateStep n_step':    """nstep nsteps nmicro nacc accsteps accum accumsteps accumiter accumulationsteps
+        accumulategradbatches gradaccum gradaccumsteps gradientaccumulationsteps updatefreq everykschedule""",
+    'AccumulateStep n_samples': 'nsamples nacc accumbs batchsize effectivebatchsize effectivebs',
+    'MicroBatch bs':            'bs batchsize minibatchsize microbatchsize devicetrainmicrobatchsize chunksize',
+    **{f'MicroBatch {k}':k for k in ('coupled','exact','valid','split')}}
 
 def refuse_unknown(cls, kwargs):
     "Raise an error that names the right argument and its callback"
     args = [o for o in inspect.signature(cls.__init__).parameters if o not in ('self','kwargs')]
     for k,v in kwargs.items():
-        who,name = _meant.get(k, (None,None))
-        hint = f"Did you mean `{who}({name}={v!r})`? " if who else ''
+        found = [o.split() for o,names in _meant.items() if k.lower().replace('_', '') in names.split()]
+        lines = [f'`{who}({name}={v!r})`' for who,name in sorted(found, key=lambda o: o[0]!=cls.__name__)]
+        hint = f"Did you mean {' or '.join(lines)}? " if lines else ''
         raise TypeError(f"{cls.__name__}: there is no argument {k!r}. {hint}The arguments are {', '.join(args)}")
 
 # %% ../nbs/refusals.ipynb #b4551f44
@@ -56,7 +62,7 @@ def check_learner(cb, learn):
                "(`learn.accumulate` and `learn.micro_batch` replace an earlier one)")
     if any(type(o).__name__=='GradientAccumulation' for o in learn.cbs):
         refuse("the learner also has fastai's GradientAccumulation; remove it with "
-               "`learn.remove_cb(GradientAccumulation)`")
+               "`learn.remove_cb(GradientAccumulation)`, or call `turn_off_accumulation()` if that is on")
     for k,hint in _overridden.items():
         if k in vars(learn) or getattr(type(learn), k) is not getattr(Learner, k):
             refuse(f"the learner has its own `{k}`, which cannot run in windows; {hint}")

@@ -97,11 +97,27 @@ def test_warns_once():
     said, = [str(o.message) for o in rec if 'AccumulateStep' in str(o.message)]
     assert 'a window of 9 micro-batches is more than the 8 of an epoch' in said and 'each epoch makes one step' in said
 
-@pytest.mark.parametrize('kw,match', [(dict(n_acc=64),r'AccumulateStep\(n_samples=64\)'),
-    (dict(n_steps=4),r'AccumulateStep\(n_step=4\)'), (dict(bs=8),r'MicroBatch\(bs=8\)'),
-    (dict(nonsense=1),"no argument 'nonsense'. The arguments are n_step, n_samples")], ids=str)
-def test_other_names(kw, match):
-    with pytest.raises(TypeError, match=f'AccumulateStep: .*{match}'): AccumulateStep(**kw)
+counts_steps = """n_steps nsteps acc_steps accum accum_iter accumulation_steps accumulate_grad_batches
+gradient_accumulation_steps grad_accum_steps update_freq every_k_schedule n_acc""".split()
+
+@pytest.mark.parametrize('name', counts_steps)
+def test_other_names(name):
+    with pytest.raises(TypeError, match=rf"AccumulateStep: .* '{name}'. Did you mean `AccumulateStep\(n_step=4\)`"):
+        AccumulateStep(**{name:4})
+
+@pytest.mark.parametrize('cls,kw,match', [(AccumulateStep, dict(n_acc=64), r'or `AccumulateStep\(n_samples=64\)`'),
+    (AccumulateStep, dict(batch_size=64), r'Did you mean `AccumulateStep\(n_samples=64\)`'),
+    (AccumulateStep, dict(bs=8), r'`MicroBatch\(bs=8\)`'),
+    (AccumulateStep, dict(exact=True), r'`MicroBatch\(exact=True\)`'),
+    (MicroBatch, dict(batch_size=8), r'Did you mean `MicroBatch\(bs=8\)`'),
+    (MicroBatch, dict(n_steps=4), r'`AccumulateStep\(n_step=4\)`'),
+    (AccumulateStep, dict(nonsense=1), "no argument 'nonsense'. The arguments are n_step, n_samples")])
+def test_the_right_argument(cls, kw, match):
+    with pytest.raises(TypeError, match=f'{cls.__name__}: .*{match}'): cls(**kw)
+
+def test_what_to_write():
+    with pytest.raises(ValueError, match='got 4.0; write 4$'): AccumulateStep(64/16)
+    with pytest.raises(ValueError, match='pass a function `pct -> int`'): AccumulateStep([1,2,4])
 
 def test_repr():
     assert repr(AccumulateStep(4))=='AccumulateStep(n_step=4)'
