@@ -15,7 +15,6 @@ from fastai_accum.loss import loss_weight
 from fastai_accum.know.check import *
 from fastai_accum.microbatch import *
 from fastai_accum.know.noise import *
-from fastai_accum.know.unchanged import Remembered
 from fastai_accum.patch import *
 from fastai_accum.extras.precision import *
 from fastai_accum.extras.skip import *
