@@ -11,15 +11,19 @@ __all__ = ['Noise', 'unbiased', 'ratio_interval', 'NoiseScale', 'Sums']
 import warnings
 from collections import namedtuple
 from contextlib import ExitStack,contextmanager
-from dataclasses import dataclass,field
+from itertools import chain
 from numbers import Integral,Real
 from fastai.basics import *
+from fastai.callback.schedule import ParamScheduler
 from matplotlib.ticker import LogFormatter
 from scipy import stats
 from torch.nn.modules.batchnorm import _BatchNorm
-from ..core import AccumulateStep,Window,in_charge,window_callbacks
+from .. import core
+from ..core import AccumulateStep,in_charge
 from ..microbatch import MicroBatch
 from ..patch import accumulation_settings
+from ..refusals import check_flags,check_learner
+from ..replace import lent
 from .unchanged import unchanged
 
 # %% ../../nbs/know/noise.ipynb #b27293a0
@@ -36,31 +40,28 @@ def noise_scale(self:Learner,
     show_plot:bool=True # Whether to plot the estimate over the number of windows
 )->Noise: # The estimate, with the suggested `n_step`, and with `preconditioned` if an Adam-like optimizer has stepped
     "Measure the gradient noise scale in a mock training that changes nothing, and suggest an `n_step`"
-    now,cut,cb = _settings(self),first(self.cbs, risinstance(MicroBatch)),NoiseScale(preconditioned=True)
-    _check_least('noise_scale', 'n_step', n_step, 1 if cut else 2)
+    now,cb = _settings(self),NoiseScale(preconditioned=True)
+    _check_least('noise_scale', 'n_step', n_step, 1 if self.cbs.filter(risinstance(MicroBatch)) else 2)
     _check_least('noise_scale', 'num_it', num_it, 2)
-    _check_held(self, n_step)
-    with unchanged(self):
-        acc = AccumulateStep(n_step, average=now.average, weight=now.weight, drop_last=False)
-        with self.no_logging(): self.fit(1, cbs=[acc, cb, _MockFit(num_it)])
-    return _report(cb, n_step, now, show_plot)
+    check_learner(now, self)
+    n = len(self.dls.train)
+    if n_step>n:
+        what = f'pass n_step=2 to {n}' if n>1 else 'lower the batch size of the loader, so that an epoch has two or more'
+        raise ValueError(f"noise_scale: n_step={n_step} is more than the {n} batches of an epoch; {what}")
+    with unchanged(self),self.no_logging(): self.fit(1, cbs=[_windows_of(n_step, now), cb, _MockFit(num_it)])
+    return _report(cb, n_step, n, now, show_plot)
 
 # %% ../../nbs/know/noise.ipynb #f6d8bf56
 def _check_least(who, name, v, least):
     if isinstance(v, bool) or not isinstance(v, Integral) or v<least:
         raise ValueError(f"{who}: {name} must be an int of at least {least}, got {v!r}")
 
-def _check_held(learn, n_step):
-    n = len(learn.dls.train) if learn.dls and len(learn.dls.loaders) else n_step
-    if n_step>n:
-        fewer = 'lower the batch size of the loader, so that an epoch has two or more'
-        what = f'pass n_step=2 to {n}' if n>1 else fewer
-        raise ValueError(f"noise_scale: n_step={n_step} is more than the {n} batches of an epoch; {what}")
-
 def _settings(learn):
     "The `AccumulateStep` that a fit would use"
     own = first(learn.cbs, risinstance(AccumulateStep))
     return own or AccumulateStep(**(accumulation_settings() or dict(n_step=1)))
+
+def _windows_of(n_step, now): return AccumulateStep(n_step, average=now.average, weight=now.weight, drop_last=False)
 
 # %% ../../nbs/know/noise.ipynb #66e39e05
 class _MockFit(Callback):
@@ -90,13 +91,11 @@ def unbiased(
 # %% ../../nbs/know/noise.ipynb #6745fd1d
 def ratio_interval(
     a, # Values; their mean is the numerator
-    b, # Values, measured together with those of `a`; their mean is the denominator
-    level:float=0.95 # Share of cases in which the interval should contain the true ratio
-)->tuple: # The ratio and the ends of its interval; all `nan` if the interval of the denominator contains 0
+    b # Values, measured together with those of `a`; their mean is the denominator
+)->tuple: # The ratio and the ends of its 95 % interval; all `nan` if the interval of the denominator contains 0
     "The ratio of two means, with Fieller's interval"
     if len(a)<2: return (math.nan,)*3
-    t2 = stats.t.ppf((1+level)/2, len(a)-1)**2
-    (va,c),(_,vb) = np.cov(a, b)*t2/len(a)
+    (va,c),(_,vb) = np.cov(a, b)*stats.t.ppf(.975, len(a)-1)**2/len(a)
     a,b = np.mean(a),np.mean(b)
     p,q,r = b*b-vb, a*b-c, a*a-va   # p·ratio² - 2q·ratio + r = 0 at the ends
     if not (b>0 and p>0): return (math.nan,)*3
@@ -114,8 +113,7 @@ class NoiseScale(Callback):
     def __init__(self,
         preconditioned:bool=False # Also record the noise scale as an Adam-like optimizer sees it; this takes more time
     ):
-        if not isinstance(preconditioned, bool):
-            raise ValueError(f"NoiseScale: preconditioned must be True or False, got {preconditioned!r}")
+        check_flags('NoiseScale', (True,False), preconditioned=preconditioned)
         self.preconditioned,self.rows,self.new,self.warned = preconditioned,[],[],set()
 
     def before_fit(self):
@@ -127,15 +125,14 @@ class NoiseScale(Callback):
 # %% ../../nbs/know/noise.ipynb #455e77e8
 @patch
 def check(self:NoiseScale):
-    cbs,cut = self.learn.cbs,first(self.learn.cbs, risinstance(MicroBatch))
-    if len(cbs.filter(risinstance(NoiseScale)))>1:
-        raise ValueError("NoiseScale: cbs has more than one NoiseScale; keep one")
-    if not window_callbacks(self.learn):
+    if not in_charge(self.learn):
         raise ValueError("NoiseScale: the learner has no AccumulateStep, and the noise can only be measured "
                          "with two or more micro-batches in a window; add AccumulateStep(n_step=2) or more")
+    cut = first(self.learn.cbs, risinstance(MicroBatch))
     if cut and cut.shows_whole:
-        raise ValueError(f"NoiseScale: {cut!r} does not compute a gradient for each slice; "
-                         "measure without coupled=True and exact=True")
+        plain,own = (repr(o).replace('MicroBatch', 'learn.micro_batch') for o in (MicroBatch(cut.bs),cut))
+        raise ValueError(f"NoiseScale: {cut!r} does not compute a gradient for each slice. Measure with the same "
+                         f"learner without coupled=True and exact=True: `{plain}.noise_scale()`, then `{own}` again")
 
 # %% ../../nbs/know/noise.ipynb #72a2e692
 _cols = 'step n weight samples sum_sq mean_sq pre_sum_sq pre_mean_sq'.split()
@@ -170,26 +167,16 @@ def result(self:NoiseScale,
     return res
 
 # %% ../../nbs/know/noise.ipynb #4e37cd44
-def _smooth(vs, beta):
-    "Exponential moving averages of `vs`, with the correction for their start"
-    avg,res = 0.,[]
-    for i,v in enumerate(vs, 1):
-        avg = beta*avg+(1-beta)*v
-        res.append(avg/(1-beta**i))
-    return np.array(res)
-
 @patch
 def plot(self:NoiseScale,
-    beta:float=0.98, # Share that the exponential moving average keeps at each window
-    ax=None # Axes to draw on; `None`: new ones
+    beta:float=0.98 # Share that the exponential moving average keeps at each window
 ):
     "Plot the noise scale over the steps of the fit"
-    df = self.windows
-    if ax is None: _,ax = plt.subplots()
+    _,ax = plt.subplots()
     for pre,label in ('','noise scale'),('pre_','preconditioned'):
-        rows = df[np.isfinite(df[f'{pre}sum_sq'])]
-        noise,grad_sq = (_smooth(o, beta) for o in _means(rows, pre))
-        if len(rows): ax.plot(rows.step, noise/np.where(grad_sq>0, grad_sq, math.nan), label=label)
+        df = self.windows.dropna(subset=[f'{pre}sum_sq'])
+        noise,grad_sq = (o.ewm(alpha=1-beta).mean() for o in _means(df, pre))   # with the correction for their start
+        if len(df): ax.plot(df.step, noise/grad_sq.where(grad_sq>0), label=label)
     ax.set(xlabel='step', ylabel='samples', yscale='log', title=f'Gradient noise scale, averaged with beta={beta}')
     _log(ax.yaxis)
     if ax.lines: ax.legend()
@@ -208,20 +195,9 @@ def try_windows(self:Learner,
     _check_least('try_windows', 'n_epoch', n_epoch, 1)
     if isinstance(lr, bool) or not isinstance(lr, Real) or not 0<lr<math.inf:
         raise ValueError(f"try_windows: lr must be a number above 0, got {lr!r}")
-    if not first(self.cbs, risinstance(Recorder)):
-        raise ValueError("try_windows: the learner has no Recorder, which keeps the validation losses; add one")
-    now,rows,curves = _settings(self),{},{}
-    for n in n_steps:
-        losses = _Losses()
-        with unchanged(self):
-            acc = AccumulateStep(n, average=now.average, weight=now.weight, drop_last=False)
-            schedulers = self.cbs.filter(lambda o: any(k.__name__=='ParamScheduler' for k in type(o).__mro__))
-            self.remove_cbs(schedulers)   # they would set the learning rate
-            with self.no_logging(): self.fit(n_epoch, lr*(n/n_steps[0])**.5, cbs=[acc, losses])
-            if not losses.seen:
-                raise ValueError(f"try_windows: n_step={n} made no step, because a callback ended the fit")
-            rows[n],curves[n] = _branch(self, acc, lr*(n/n_steps[0])**.5),losses.seen
-    return _compare(rows, curves, show_plot)
+    branches = {n:_branch(self, n, n_epoch, lr*(n/n_steps[0])**.5) for n in n_steps}
+    rows = _compare(branches, show_plot)
+    return pd.DataFrame(rows).T.rename_axis('n_step').astype({'samples':int,'steps':int})
 
 # %% ../../nbs/know/noise.ipynb #e7026f20
 class _Losses(Callback):
@@ -231,34 +207,36 @@ class _Losses(Callback):
     def __init__(self): self.seen = []
     def after_batch(self): self.seen.append((self.learn.accumulate_step.window.n_all, self.learn.loss.detach()))
 
-def _branch(learn, acc, lr):
-    rec,n = learn.recorder,acc.counts
-    names = list(rec.metric_names)[1:]
-    values = dict(zip(names, rec.values[-1])) if rec.values else {}
+def _branch(learn, n_step, n_epoch, lr):
+    "The samples and the loss of each window of a branch, and its row of the table"
+    acc,losses = _windows_of(n_step, _settings(learn)),_Losses()
+    with unchanged(learn),learn.no_logging():
+        learn.remove_cbs(learn.cbs.filter(risinstance(ParamScheduler)))   # they would set the learning rate
+        learn.fit(n_epoch, lr, cbs=[acc, losses])
+        values = dict(zip(list(learn.recorder.metric_names)[1:], first(learn.recorder.values[-1:]) or ()))
+    if not losses.seen: raise ValueError(f"try_windows: {n_step=} made no step, because a callback ended the fit")
     values.pop('train_loss', None)   # fastai averages over windows, and these differ between branches
-    return dict(lr=lr, steps=n.n_steps, **values)
+    n,loss = np.array([(n,float(loss)) for n,loss in losses.seen]).T
+    return n,loss,dict(lr=lr, steps=acc.counts.n_steps, **values)
 
-def _by_samples(seen, horizon):
+# %% ../../nbs/know/noise.ipynb #77f9a9ce
+def _average(n, loss, horizon):
     "The samples so far, and the loss averaged over about the last `horizon` samples"
-    avg,mass,at,res = 0.,0.,0,[]
-    for n,loss in seen:
-        keep = math.exp(-n/horizon)
-        avg,mass,at = keep*avg+(1-keep)*float(loss),keep*mass+1-keep,at+n
-        res.append((at,avg/mass))
-    return res
+    at = n.cumsum()
+    w = -np.expm1(-n/horizon)*np.exp((at-at[-1])/horizon)
+    return at,(w*loss).cumsum()/w.cumsum()
 
-def _compare(rows, curves, show_plot):
-    most = max(n for seen in curves.values() for n,_ in seen)
-    horizon = max(most, sum(n for n,_ in first(curves.values()))/20)
-    if show_plot: _,ax = plt.subplots()
-    for k,seen in curves.items():
-        line = _by_samples(seen, horizon)
-        rows[k] = dict(samples=max(n for n,_ in seen), train_loss=line[-1][1], **rows[k])
-        if show_plot: ax.plot(*zip(*[o for o in line if o[0]>=horizon]), label=f'n_step={k}, lr {rows[k]["lr"]:.2g}')
+def _compare(branches, show_plot):
+    "The rows of the table of `branches`, and the plot"
+    horizon = max(*(n.max() for n,*_ in branches.values()), first(branches.values())[0].sum()/20)
+    lines = {k:_average(n, loss, horizon) for k,(n,loss,_) in branches.items()}
     if show_plot:
+        _,ax = plt.subplots()
+        for k,(at,line) in lines.items():
+            ax.plot(at[at>=horizon], line[at>=horizon], label=f'n_step={k}, lr {branches[k][-1]["lr"]:.2g}')
         ax.set(xlabel='samples', ylabel='training loss', title=f'Averaged over about {horizon:.0f} samples')
         ax.legend()
-    return pd.DataFrame(rows).T.rename_axis('n_step').astype({'samples':int,'steps':int})
+    return {k:dict(samples=n.max(), train_loss=lines[k][1][-1], **row) for k,(n,_,row) in branches.items()}
 
 # %% ../../nbs/know/noise.ipynb #6caccb43
 @patch
@@ -267,7 +245,7 @@ def around_batches(self:NoiseScale, learn):
     "Put hooks on the parameters of the optimizer while an epoch trains"
     with ExitStack() as stack:
         if learn.training and _is_training(learn):
-            self.note_batch_norm()
+            stack.enter_context(lent(core, note_batch_norm=self.note_batch_norm))
             stack.callback(vars(self).update, acc=None, ps=None, sums=None)
             self.acc,self.ps = in_charge(learn),[p for p,*_ in learn.opt.all_params() if p.requires_grad]
             for i,p in enumerate(self.ps): stack.callback(p.register_hook(partial(self.arrive, i)).remove)
@@ -278,34 +256,24 @@ def arrive(self:NoiseScale, i, g):
     "Note the squares of the gradient `g` of parameter `i`"
     s = self.sums
     if s is None: return   # before the first window
-    s.is_bad = s.is_bad or i in s.sqs
-    s.sqs[i] = _sq(g.detach())
-    if s.moments: s.pre_sqs[i] = _weighed_sq(g.detach(), *s.moments[i])
-
-def _sq(g):
-    "The sum of squares, row by row: on a CPU, PyTorch's norm of ten million float32 numbers at once is 0.1 % too small"
-    if g.is_sparse: g = g.coalesce().values()
-    dim,dtype = tuple(range(1, g.ndim)) or None,torch.promote_types(g.dtype, torch.float32)
-    return torch.linalg.vector_norm(g, dim=dim, dtype=dtype).square().sum()
-
-def _total(sqs):
-    sqs = list(sqs.values())
-    return torch.stack([o.to(sqs[0].device) for o in sqs]).sum() if sqs else 0
+    s.is_bad = s.is_bad or i in s.now
+    s.now[i] = s.squares(i, g.detach())
 
 # %% ../../nbs/know/noise.ipynb #6a14e1ad
-@dataclass
 class Sums:
-    "The sums of one window in this process"
-    win:Window
-    moments:list         # What the optimizer divides the gradient of each parameter by
-    n:int=0              # Micro-batches that count
-    weight:Real=0        # The sum of their weights
-    samples:int=0        # Their samples
-    sq:Real=0            # The sum of w_i|g_i|²
-    pre_sq:Real=0        # The same, as the optimizer sees it
-    is_bad:bool=False    # Whether a parameter got more than one gradient in a micro-batch
-    sqs:dict=field(default_factory=dict)     # For each parameter, of the current micro-batch
-    pre_sqs:dict=field(default_factory=dict)
+    "The sums of window `win` in this process"
+    def __init__(self, win, moments):
+        self.win,self.moments = win,moments   # what the optimizer divides the gradient of each parameter by, or `None`
+        self.n,self.is_bad = 0,False          # micro-batches that count; whether one had two gradients for a parameter
+        self.sq,self.now = 0,{}               # the sum of w_i|g_i|²; the squares of the current micro-batch
+
+    def squares(self, i, g):
+        "The squares of the gradient `g` of parameter `i`: plain, and as the optimizer sees them"
+        return torch.stack([_sq(g), *([_weighed_sq(g, *self.moments[i])] if self.moments else [])])
+
+    def total(self, squares):
+        if not squares: return torch.zeros(2 if self.moments else 1)
+        return torch.stack([o.to(squares[0].device) for o in squares]).sum(0)
 
 @patch
 def before_batch(self:NoiseScale):
@@ -320,12 +288,15 @@ def after_backward(self:NoiseScale):
     "Add the current micro-batch to the sums"
     s = self.sums
     if s is None: return
-    m = s.win.micro
-    if m.weight:
-        by = self.acc.scale**2/m.weight
-        s.sq,s.pre_sq = s.sq+by*_total(s.sqs),s.pre_sq+by*_total(s.pre_sqs)
-        s.n,s.weight,s.samples = s.n+1,s.weight+m.weight,s.samples+m.n
-    s.sqs.clear(); s.pre_sqs.clear()
+    weight = s.win.micro.weight
+    if weight: s.sq,s.n = s.sq+s.total(list(s.now.values()))*(self.acc.scale**2/weight),s.n+1
+    s.now.clear()
+
+def _sq(g):
+    "The sum of squares, row by row: on a CPU, PyTorch's norm of ten million float32 numbers at once is 0.1 % too small"
+    if g.is_sparse: g = g.coalesce().values()
+    dim,dtype = tuple(range(1, g.ndim)) or None,torch.promote_types(g.dtype, torch.float32)
+    return torch.linalg.vector_norm(g, dim=dim, dtype=dtype).square().sum()
 
 # %% ../../nbs/know/noise.ipynb #a2de284d
 @patch
@@ -336,36 +307,34 @@ def before_step(self:NoiseScale):
     if s is None: return
     # `get_scale` would wait for the device
     by = 1 if scaler is None else scaler.scale(torch.ones((), device=self.ps[0].device))**2
-    is_bad = s.is_bad or len(s.sqs)>0
-    n,weight,samples,sq,pre_sq,is_bad = s.win.epoch.group.sum(s.n, s.weight, s.samples, s.sq/by, s.pre_sq/by, is_bad)
+    sq,win = (s.sq if s.n else s.total([]))/by,s.win
+    n,weight,samples,is_bad,*sq = win.epoch.group.sum(s.n, win.weight, win.n_samples, s.is_bad or len(s.now)>0, *sq)
     if is_bad: self.warn("a window is left out: a parameter got more than one gradient in a micro-batch")
     if is_bad or n<2: return
-    by = by*(weight/s.win.total)**2
-    grads = {i:p.grad for i,p in enumerate(self.ps) if p.grad is not None}
-    mean_sq,pre = _total({i:_sq(g) for i,g in grads.items()})/by,[math.nan,math.nan]
-    if s.moments: pre = [pre_sq, _total({i:_weighed_sq(g, *s.moments[i]) for i,g in grads.items()})/by]
-    self.new.append((self.learn.train_iter, n, weight, samples, sq, mean_sq, *pre))
+    whole = s.total([s.squares(i, p.grad) for i,p in enumerate(self.ps) if p.grad is not None])
+    pairs = zip(sq, whole/(by*(weight/win.total)**2))
+    self.new.append((self.learn.train_iter, n, weight, samples, *chain(*pairs)))
     if len(self.new)>=100: self.read()
 
 @patch
 def read(self:NoiseScale):
     "Wait for the device, and read the new rows"
-    self.rows,self.new = self.rows+[[float(v) for v in row] for row in self.new],[]
+    self.rows,self.new = self.rows+[[*map(float, o), *[math.nan]*(len(_cols)-len(o))] for o in self.new],[]
 
 # %% ../../nbs/know/noise.ipynb #43c31e59
 def _moments(opt, ps):
     "For each parameter: its second moment, how much too small this is (a factor), and eps; `None` if one has none"
-    state,hypers = getattr(opt, 'opt', opt).state,{id(p):h for pg,h in zip(opt.param_lists, opt.hypers) for p in pg}
-    res = [_moment(state.get(p, {}), hypers[id(p)]) for p in ps]
-    return None if any(o is None for o in res) else res
+    state,hypers = getattr(opt, 'opt', opt).state,{p:h for pg,h in zip(opt.param_lists, opt.hypers) for p in pg}
+    res = [_moment(state.get(p, {}), hypers[p]) for p in ps]
+    return None if None in res else res
 
 def _moment(state, h):
-    v = first(state[k] for k in ('sqr_avg','exp_avg_sq','square_avg') if k in state)
-    if v is None: return None
+    k = first(o for o in ('sqr_avg','exp_avg_sq','square_avg') if o in state)
+    if k is None: return None
     # `square_avg` is RMSprop's, which is not corrected for its start
-    step = state.get('step') if 'square_avg' not in state else None
+    step = state.get('step') if k!='square_avg' else None
     if isinstance(step, Tensor) and step.device.type=='cpu': step = step.item()   # it is float32
-    return v,1 if step is None else 1-h['sqr_mom']**step,h.get('eps', 0)
+    return state[k],1 if step is None else 1-h['sqr_mom']**step,h.get('eps', 0)
 
 def _weighed_sq(g, v, debias, eps):
     "The sum of g²/(√(v/debias)+eps), with only one copy"
@@ -376,16 +345,15 @@ def _weighed_sq(g, v, debias, eps):
 # %% ../../nbs/know/noise.ipynb #f1e64de7
 @patch
 def warn(self:NoiseScale, msg):
-    if msg in self.warned: return
+    if msg in self.warned or rank_distrib(): return
     self.warned.add(msg)
-    if rank_distrib(): return
     warnings.warn(f"NoiseScale: {msg}; this warning appears once in each fit", stacklevel=2)
 
 @patch
-def note_batch_norm(self:NoiseScale):
-    if any(isinstance(m, _BatchNorm) and m.training for m in self.learn.model.modules()):
-        self.warn("the model has batch norm, which uses the statistics of each micro-batch and biases "
-                  "the noise scale; measure with BatchNormEval() or to_group_norm(model)")
+def note_batch_norm(self:NoiseScale, acc, learn):
+    if any(isinstance(m, _BatchNorm) and m.training for m in learn.model.modules()):
+        self.warn("the model has batch norm, which sees one micro-batch at a time; this biases the noise scale, and "
+                  "the training is not that of the large batch; use BatchNormEval() or to_group_norm(model)")
 
 @patch
 def after_fit(self:NoiseScale):
@@ -398,27 +366,36 @@ def _log(axis): axis.set_major_formatter(LogFormatter()); axis.set_minor_formatt
 
 def _n(v): return f'{v:.0f}' if abs(v)>=10 else f'{v:.2g}'
 
-def _report(cb, n_step, now, show_plot):
+def _report(cb, n_step, n_batches, now, show_plot):
     "Print and plot what `cb` has measured"
     df,res = cb.windows,cb.result()
     if not len(df):
-        raise ValueError("noise_scale: the gradients are not finite (NaN or infinite); fix this first" if cb.rows else
+        raise ValueError("noise_scale: the gradients are not finite (NaN or infinite); see whether the loss is, with "
+                         "`learn.validate()`, and look at the weights and the data" if cb.rows else
                          "noise_scale: no window could be measured; the warnings above say why")
     bs = df.samples.median()/n_step   # of a batch, in all processes together
     def start(v): return v(0.) if callable(v) else v   # of a schedule
-    size,of = start(now.n_samples) or start(now.n_step)*bs,f'{len(df)} windows of {_n(bs*n_step)} samples'
-    if not math.isnan(res.scale): res.n_step = max(1, round(res.scale/bs))
+    size = start(now.n_samples) or start(now.n_step)*bs
+    if not math.isnan(res.scale): res.n_step = min(max(1, round(res.scale/bs)), n_batches)
     if rank_distrib(): return res
-    if res.n_step:
-        low,high = _n(max(0, res.low)),_n(res.high)
-        print(f"Gradient noise scale: {_n(res.scale)} samples (95 % interval {low} to {high}).\n"
-              f"Measured from {of}.\n"
-              f"The effective batch is {_n(size)} now. With n_step={res.n_step} it would be {_n(res.n_step*bs)}.")
-    else: print(f"Gradient noise scale: not measurable from {of}.\n"
-                "The noise hides the gradient. Take more windows (num_it) or larger ones (n_step).")
+    _say(res, bs, size, n_batches*bs, f'{len(df)} windows of {_n(bs*n_step)} samples')
     if show_plot: _plot_estimate(df, size, res.n_step, bs)
     return res
 
+# %% ../../nbs/know/noise.ipynb #92d14560
+def _say(res, bs, size, epoch, of):
+    "Print the estimate `res` and what follows from it"
+    if res.n_step is None: return print(f"Gradient noise scale: not measurable from {of}.\nThe noise hides the gradient. "
+                                        "Take more windows (num_it) or larger ones (n_step).")
+    what = f"With n_step={res.n_step} it would be {_n(res.n_step*bs)}."
+    if res.n_step==1: what = f"A batch of the loader has {_n(bs)}, so you do not need accumulation."
+    if res.scale>epoch:
+        what = (f"The noise scale is larger than an epoch, which has {_n(epoch)},\n"
+                "so it sets no limit: choose a window that leaves enough steps.")
+    print(f"Gradient noise scale: {_n(res.scale)} samples (95 % interval {_n(max(0, res.low))} to {_n(res.high)}).\n"
+          f"Measured from {of}.\nThe effective batch is {_n(size)} now. {what}")
+
+# %% ../../nbs/know/noise.ipynb #c87a10fc
 def _plot_estimate(df, size, n_step, bs):
     noise,grad_sq = map(np.array, _means(df))
     ks = np.unique(np.geomspace(min(3,len(df)), len(df), 80).astype(int))
