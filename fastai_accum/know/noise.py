@@ -8,10 +8,8 @@ Docs: https://fastai-accum.github.io/fastai_accum/know/noise.html.md"""
 __all__ = ['Noise', 'unbiased', 'ratio_interval', 'NoiseScale', 'Sums']
 
 # %% ../../nbs/know/noise.ipynb #d04bf001
-import warnings
 from collections import namedtuple
 from contextlib import ExitStack,contextmanager
-from itertools import chain
 from numbers import Integral,Real
 from fastai.basics import *
 from fastai.callback.schedule import ParamScheduler
@@ -46,7 +44,8 @@ def noise_scale(self:Learner,
     check_learner(now, self)
     n = len(self.dls.train)
     if n_step>n:
-        what = f'pass n_step=2 to {n}' if n>1 else 'lower the batch size of the loader, so that an epoch has two or more'
+        fewer = 'lower the batch size of the loader, so that an epoch has two or more'
+        what = f'pass n_step=2 to {n}' if n>1 else fewer
         raise ValueError(f"noise_scale: n_step={n_step} is more than the {n} batches of an epoch; {what}")
     with unchanged(self),self.no_logging(): self.fit(1, cbs=[_windows_of(n_step, now), cb, _MockFit(num_it)])
     return _report(cb, n_step, n, now, show_plot)
@@ -116,35 +115,33 @@ class NoiseScale(Callback):
         check_flags('NoiseScale', (True,False), preconditioned=preconditioned)
         self.preconditioned,self.rows,self.new,self.warned = preconditioned,[],[],set()
 
-    def before_fit(self):
-        "Raise an error if the learner cannot be measured, and begin a new record"
-        if not _is_training(self.learn): return
-        self.check()
-        self.rows,self.new,self.warned = [],[],set()
-
 # %% ../../nbs/know/noise.ipynb #455e77e8
 @patch
-def check(self:NoiseScale):
+def before_fit(self:NoiseScale):
+    "Raise an error if the learner cannot be measured, and begin a new record"
+    if not _is_training(self.learn): return
     if not in_charge(self.learn):
-        raise ValueError("NoiseScale: the learner has no AccumulateStep, and the noise can only be measured "
-                         "with two or more micro-batches in a window; add AccumulateStep(n_step=2) or more")
+        raise ValueError("NoiseScale: the learner has no AccumulateStep, and the noise can only be measured with two "
+                         "or more micro-batches in a window; add AccumulateStep(n_step=2) or more")
     cut = first(self.learn.cbs, risinstance(MicroBatch))
     if cut and cut.shows_whole:
         plain,own = (repr(o).replace('MicroBatch', 'learn.micro_batch') for o in (MicroBatch(cut.bs),cut))
         raise ValueError(f"NoiseScale: {cut!r} does not compute a gradient for each slice. Measure with the same "
                          f"learner without coupled=True and exact=True: `{plain}.noise_scale()`, then `{own}` again")
+    self.rows,self.new,self.warned = [],[],set()
 
 # %% ../../nbs/know/noise.ipynb #72a2e692
 _cols = 'step n weight samples sum_sq mean_sq pre_sum_sq pre_mean_sq'.split()
+
+def _finite(df, pre=''): return df[np.isfinite(df[[f'{pre}sum_sq',f'{pre}mean_sq']]).all(axis=1)].reset_index(drop=True)
 
 @patch(as_prop=True)
 def windows(self:NoiseScale)->pd.DataFrame:
     "A row for each measured window: `sum_sq` is the sum of w_i|g_i|², `mean_sq` the squared length of its gradient"
     self.read()
-    rows = np.array(self.rows, dtype=float).reshape(-1, len(_cols))
-    df = pd.DataFrame(rows, columns=_cols).astype({'step':int,'n':int})
-    return df[np.isfinite(df[['weight','sum_sq','mean_sq']]).all(axis=1)].reset_index(drop=True)
+    return _finite(pd.DataFrame(self.rows, columns=_cols, dtype=float).astype({'step':int,'n':int}))
 
+# %% ../../nbs/know/noise.ipynb #12ab5239
 def _means(df, pre=''):
     "The noise of one sample and the squared length of the gradient, for each window"
     noise,grad_sq = unbiased(df.n, df.weight, df[f'{pre}sum_sq'], df[f'{pre}mean_sq'])
@@ -154,7 +151,6 @@ def _noise(df, pre=''):
     noise,grad_sq = _means(df, pre)
     return Noise(*ratio_interval(noise, grad_sq), float(grad_sq.mean()), float(noise.mean()))
 
-# %% ../../nbs/know/noise.ipynb #12ab5239
 @patch
 def result(self:NoiseScale,
     last:int|None=None # How many of the last windows to use; `None`: all
@@ -162,7 +158,7 @@ def result(self:NoiseScale,
     "The noise scale over the last windows of the fit"
     if last is not None: _check_least('NoiseScale', 'last', last, 2)
     df = self.windows.iloc[-(last or 0):]
-    res,pre = _noise(df),df[np.isfinite(df[['pre_sum_sq','pre_mean_sq']]).all(axis=1)]
+    res,pre = _noise(df),_finite(df, 'pre_')
     if len(pre)>1: res.preconditioned = _noise(pre, 'pre_')
     return res
 
@@ -174,7 +170,7 @@ def plot(self:NoiseScale,
     "Plot the noise scale over the steps of the fit"
     _,ax = plt.subplots()
     for pre,label in ('','noise scale'),('pre_','preconditioned'):
-        df = self.windows.dropna(subset=[f'{pre}sum_sq'])
+        df = _finite(self.windows, pre)
         noise,grad_sq = (o.ewm(alpha=1-beta).mean() for o in _means(df, pre))   # with the correction for their start
         if len(df): ax.plot(df.step, noise/grad_sq.where(grad_sq>0), label=label)
     ax.set(xlabel='step', ylabel='samples', yscale='log', title=f'Gradient noise scale, averaged with beta={beta}')
@@ -196,8 +192,7 @@ def try_windows(self:Learner,
     if isinstance(lr, bool) or not isinstance(lr, Real) or not 0<lr<math.inf:
         raise ValueError(f"try_windows: lr must be a number above 0, got {lr!r}")
     branches = {n:_branch(self, n, n_epoch, lr*(n/n_steps[0])**.5) for n in n_steps}
-    rows = _compare(branches, show_plot)
-    return pd.DataFrame(rows).T.rename_axis('n_step').astype({'samples':int,'steps':int})
+    return pd.DataFrame(_compare(branches, show_plot)).T.rename_axis('n_step').astype({'samples':int,'steps':int})
 
 # %% ../../nbs/know/noise.ipynb #e7026f20
 class _Losses(Callback):
@@ -262,25 +257,24 @@ def arrive(self:NoiseScale, i, g):
 # %% ../../nbs/know/noise.ipynb #6a14e1ad
 class Sums:
     "The sums of window `win` in this process"
-    def __init__(self, win, moments):
-        self.win,self.moments = win,moments   # what the optimizer divides the gradient of each parameter by, or `None`
+    def __init__(self, win, ps, moments):
+        self.win,self.moments = win,moments   # `moments`: what the optimizer divides the gradients by, or `None`
         self.n,self.is_bad = 0,False          # micro-batches that count; whether one had two gradients for a parameter
-        self.sq,self.now = 0,{}               # the sum of w_i|g_i|²; the squares of the current micro-batch
+        self.sq = torch.zeros(2 if moments else 1, device=ps[0].device)   # the sums of w_i|g_i|²
+        self.now = {}                         # the squares of the current micro-batch, for each parameter
 
     def squares(self, i, g):
         "The squares of the gradient `g` of parameter `i`: plain, and as the optimizer sees them"
         return torch.stack([_sq(g), *([_weighed_sq(g, *self.moments[i])] if self.moments else [])])
 
-    def total(self, squares):
-        if not squares: return torch.zeros(2 if self.moments else 1)
-        return torch.stack([o.to(squares[0].device) for o in squares]).sum(0)
+    def total(self, squares): return torch.stack([self.sq*0, *(o.to(self.sq.device) for o in squares)]).sum(0)
 
 @patch
 def before_batch(self:NoiseScale):
     "Begin new sums with each window"
     win = self.acc and self.acc.window
     if win is None or self.sums and self.sums.win is win: return
-    self.sums = Sums(win, _moments(self.learn.opt, self.ps) if self.preconditioned else None)
+    self.sums = Sums(win, self.ps, _moments(self.learn.opt, self.ps) if self.preconditioned else None)
 
 # %% ../../nbs/know/noise.ipynb #29d4e461
 @patch
@@ -289,7 +283,7 @@ def after_backward(self:NoiseScale):
     s = self.sums
     if s is None: return
     weight = s.win.micro.weight
-    if weight: s.sq,s.n = s.sq+s.total(list(s.now.values()))*(self.acc.scale**2/weight),s.n+1
+    if weight: s.sq,s.n = s.sq+s.total(s.now.values())*(self.acc.scale**2/weight),s.n+1
     s.now.clear()
 
 def _sq(g):
@@ -307,19 +301,19 @@ def before_step(self:NoiseScale):
     if s is None: return
     # `get_scale` would wait for the device
     by = 1 if scaler is None else scaler.scale(torch.ones((), device=self.ps[0].device))**2
-    sq,win = (s.sq if s.n else s.total([]))/by,s.win
-    n,weight,samples,is_bad,*sq = win.epoch.group.sum(s.n, win.weight, win.n_samples, s.is_bad or len(s.now)>0, *sq)
+    win,is_bad = s.win,s.is_bad or len(s.now)>0
+    n,weight,samples,is_bad,*sq = win.epoch.group.sum(s.n, win.weight, win.n_samples, is_bad, *s.sq/by)
     if is_bad: self.warn("a window is left out: a parameter got more than one gradient in a micro-batch")
     if is_bad or n<2: return
-    whole = s.total([s.squares(i, p.grad) for i,p in enumerate(self.ps) if p.grad is not None])
-    pairs = zip(sq, whole/(by*(weight/win.total)**2))
-    self.new.append((self.learn.train_iter, n, weight, samples, *chain(*pairs)))
+    whole = s.total(s.squares(i, p.grad) for i,p in enumerate(self.ps) if p.grad is not None)/(weight/win.total)**2
+    self.new.append(dict(zip(_cols, (self.learn.train_iter, n, weight, samples))) |
+                    dict(zip(_cols[4::2], sq)) | dict(zip(_cols[5::2], whole/by)))
     if len(self.new)>=100: self.read()
 
 @patch
 def read(self:NoiseScale):
     "Wait for the device, and read the new rows"
-    self.rows,self.new = self.rows+[[*map(float, o), *[math.nan]*(len(_cols)-len(o))] for o in self.new],[]
+    self.rows,self.new = self.rows+[{k:float(v) for k,v in o.items()} for o in self.new],[]
 
 # %% ../../nbs/know/noise.ipynb #43c31e59
 def _moments(opt, ps):
@@ -382,11 +376,11 @@ def _report(cb, n_step, n_batches, now, show_plot):
     if show_plot: _plot_estimate(df, size, res.n_step, bs)
     return res
 
-# %% ../../nbs/know/noise.ipynb #92d14560
+# %% ../../nbs/know/noise.ipynb #77becb98
 def _say(res, bs, size, epoch, of):
     "Print the estimate `res` and what follows from it"
-    if res.n_step is None: return print(f"Gradient noise scale: not measurable from {of}.\nThe noise hides the gradient. "
-                                        "Take more windows (num_it) or larger ones (n_step).")
+    hidden = "The noise hides the gradient. Take more windows (num_it) or larger ones (n_step)."
+    if res.n_step is None: return print(f"Gradient noise scale: not measurable from {of}.\n{hidden}")
     what = f"With n_step={res.n_step} it would be {_n(res.n_step*bs)}."
     if res.n_step==1: what = f"A batch of the loader has {_n(bs)}, so you do not need accumulation."
     if res.scale>epoch:
