@@ -1,6 +1,6 @@
 """The gradient noise scale: sums against gradients that are stored, estimates against a population whose scale is
 known, and what is put back"""
-import os,subprocess,sys,warnings
+import os,queue,re,subprocess,sys,threading,warnings
 from collections import Counter,defaultdict,deque
 from contextlib import contextmanager
 from itertools import permutations
@@ -15,6 +15,7 @@ from fastai_accum.loss import loss_weight
 from fastai_accum.know.check import *
 from fastai_accum.microbatch import *
 from fastai_accum.know.noise import *
+from fastai_accum.know.unchanged import Remembered,unchanged
 from fastai_accum.patch import *
 from fastai_accum.extras.precision import *
 from fastai_accum.extras.skip import *
@@ -448,6 +449,124 @@ def test_next_fit_is_the_same():
     torch.manual_seed(1); a.fit(1); torch.manual_seed(1); b.fit(1)
     assert worst(a, b, but=['step.grads'])[0]==0
 
+class Plain:
+    "A plain object that anneals, counts and draws"
+    def __init__(self):
+        self.t,self.seen,self.by,self.rng,self.old = 1.,deque(maxlen=3),{'n':np.zeros(1)},random.Random(0),torch.ones(2)
+        self.np,self.inner,self.me = np.random.default_rng(0),SimpleNamespace(n=0),self
+    def next(self):
+        self.t *= .97; self.seen.append(self.t); self.by['n'] += 1; self.by[len(self.by)] = 1; self.inner.n += 1
+        self.old.mul_(.9)
+        return self.t*(1+.1*self.rng.random()+.1*self.np.random())*self.old.mean().item()
+
+holds = dict(attribute=lambda o: o, in_a_list=lambda o: [o], method=lambda o: o.next,
+             part=lambda o: partial(Plain.next, o))
+
+class Holder(nn.Module):
+    def __init__(self, hold): super().__init__(); self.body,self.by = small_model(),hold(Plain())
+    def forward(self, x):
+        o = self.by[0] if isinstance(self.by, list) else self.by
+        return self.body(x)*(o() if callable(o) else o.next())
+
+@pytest.mark.parametrize('where', holds)
+@pytest.mark.parametrize('act', acts)
+@pytest.mark.parametrize('stop', [None,KeyboardInterrupt])
+def test_plain_objects(act, where, stop):
+    "What the model holds in an object of a class of its own is put back, so the next fit is the same"
+    def make(): return make_learner(make_dls(96, 8), Holder(holds[where]), splitter=trainable_params, cbs=Stop())
+    class Stop(Callback):
+        on = False
+        def after_backward(self):
+            if self.on and self.micro.i==3: raise stop
+    a,b = make(),make()
+    a.stop.on = stop is not None
+    if stop:
+        with pytest.raises(stop): acts[act](a)
+    else: acts[act](a)
+    a.stop.on = False
+    for l in (a,b): random.seed(0); torch.manual_seed(1); l.fit(1)
+    assert worst(a, b)[0]==0
+
+def test_plain_object_of_a_callback():
+    learn = make_learner(make_dls(96, 8))
+    o = Plain()
+    class Counts(Callback):
+        def __init__(self): self.o = o
+        def after_batch(self): self.o.next()
+    learn.add_cb(Counts())
+    learn.noise_scale(n_step=2, num_it=4, show_plot=False)
+    assert (o.t,len(o.seen),o.inner.n,list(o.by),o.by['n'].item()) == (1.,0,0,['n'],0) and o.old.tolist()==[1,1]
+
+def test_freezing_and_moving():
+    "`requires_grad`, the dtype and the memory of a parameter come back"
+    learn = make_learner(make_dls(96, 8))
+    learn.fit(1)
+    was,ptrs = [p.clone() for p in learn.model.parameters()],[p.data_ptr() for p in learn.model.parameters()]
+    with unchanged(learn):
+        learn.freeze()
+        assert not learn.model[0].weight.requires_grad
+        learn.model.float()
+        for p in learn.model.parameters(): p.data.zero_()
+    ps = list(learn.model.parameters())
+    assert [p.data_ptr() for p in ps]==ptrs and all(torch.equal(p, o) for p,o in zip(ps, was))
+    assert all(p.requires_grad for p in ps)
+    learn.fit(1)
+
+class Images:
+    "A dataset in memory, with an order of its own, a table and a generator"
+    def __init__(self, n=5000):
+        self.x,self.y = np.zeros((n,50)),torch.zeros(n,50)
+        self.df,self.items,self.rng = pd.DataFrame(self.x),[np.zeros(50) for _ in range(n)],np.random.default_rng(0)
+        self.order = np.arange(n)
+    def __len__(self): return 96
+    def __getitem__(self, i):
+        if i==0: self.rng.shuffle(self.order)
+        return features(96)[i],classes(96)[i]
+
+def test_data_is_not_copied():
+    "Of a dataset of 8 MB, only the order is copied, also if a callback and the model hold the dataset"
+    import tracemalloc
+    ds = Images()
+    class Holds(Callback):
+        def __init__(self): self.ds = ds
+    dl = DataLoader(ds, bs=8)
+    learn = make_learner(DataLoaders(dl, dl), cbs=Holds())
+    learn.model.ds = ds
+    tracemalloc.start()
+    was = Remembered(learn, learn.dls)
+    size = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert size<5e5, size
+    assert [o is ds.order for o,_ in was.arrays if len(o)==5000]==[True] and not any(t is ds.y for t,*_ in was.tensors)
+    learn.noise_scale(n_step=2, num_it=20, show_plot=False)
+    assert ds.order.tolist()==list(range(5000)) and len(ds.items)==5000
+    assert ds.rng.random()==np.random.default_rng(0).random()
+
+def test_what_lives_is_left_alone():
+    "A queue that a thread reads is not set back"
+    q,got = queue.Queue(),[]
+    class Logs(Callback):
+        def __init__(self):
+            self.q,self.thread = q,threading.Thread(target=lambda: [got.append(o) for o in iter(q.get, None)])
+            self.thread.start()
+        def after_batch(self): self.q.put(self.iter)
+    learn = make_learner(make_dls(96, 8), cbs=Logs())
+    try: learn.noise_scale(n_step=2, num_it=4, show_plot=False)
+    finally: q.put(None); learn.logs.thread.join(5)
+    assert got==[0,1,2,3] and q.empty()
+
+def test_loaders_alone():
+    "`Remembered(dls)` sets the loaders and the random numbers back, and copies no model"
+    learn = make_learner(make_dls(96, 8))
+    was = Remembered(learn.dls)
+    assert not {id(t) for t,*_ in was.tensors}&set(map(id, learn.model.parameters()))
+    a = learn.dls.train.one_batch(); torch.rand(1); np.random.rand(); random.random()
+    was.restore()
+    drawn = generators()
+    b = learn.dls.train.one_batch()
+    was.restore()
+    assert same(list(a), list(b)) and same(generators(), drawn)
+
 def test_scaler_backs_off():
     "An overflow leaves a window out, the scaler finds its scale, and is what it was afterwards"
     mp = OnCpu(torch.float16, init_scale=2.**40)
@@ -503,6 +622,67 @@ def test_suggestion(capsys):
         assert res.n_step==round(res.scale/8) and msg in said, said
     with accumulation(6): assert 'effective batch is 48 now' in find()[1]
     assert 'from 20 windows of 64 samples' in find()[1]
+
+def sure_learner(bs, n=96, noise=.1, cbs=None):
+    "A regression whose gradient has about as much noise as is asked for"
+    x = features(n)
+    y = x@torch.ones(6,1).double()+noise*torch.randn(n, 1, generator=torch.Generator().manual_seed(3)).double()
+    return make_learner(make_dls(n, bs, x=x, y=y), small_model(out=1), nn.MSELoss(), splitter=trainable_params, cbs=cbs)
+
+def test_not_needed(capsys):
+    "Where a batch of the loader is enough, it says that, and not that n_step=1 would be as now"
+    res = sure_learner(48, n=480).noise_scale(n_step=4, num_it=40, show_plot=False)
+    said = capsys.readouterr().out
+    assert res.n_step==1 and res.scale<72, res
+    assert 'A batch of the loader has 48, so you do not need accumulation.' in said and 'would be' not in said
+
+def test_not_beyond_the_epoch(capsys):
+    "A scale above the samples of an epoch: it says so, and suggests at most the epoch"
+    def find(seed):
+        learn = make_learner(make_dls(24, 2, x=features(24, seed=seed), y=classes(24, seed=seed)))
+        return learn.noise_scale(n_step=4, num_it=200, show_plot=False),capsys.readouterr().out
+    for res,said in map(find, range(20)):
+        if not res.scale>24: continue
+        assert res.n_step==12 and 'would be' not in said
+        assert 'The noise scale is larger than an epoch, which has 24,' in said
+        return
+    assert False, 'no scale was above the epoch'
+
+@pytest.mark.parametrize('kw', [dict(coupled=True), pytest.param(dict(exact=True), marks=needs_exact),
+                                dict(bs='auto', coupled=True)], ids=str)
+def test_line_to_write(kw):
+    "What the refusal of a callback that shows the whole batch says to write, works"
+    learn = make_learner(make_dls(96, 8), cbs=MicroBatch(**{**dict(bs=4), **kw}))
+    with pytest.raises(ValueError, match='Measure with the same learner without') as e:
+        learn.noise_scale(show_plot=False)
+    first_line,then = re.findall('`(.*?)`', str(e.value))[-2:]   # fastai names the callback before
+    res = eval(first_line, dict(learn=learn))
+    assert isinstance(res, Noise)
+    own = eval(then, dict(learn=learn)).cbs.filter(risinstance(MicroBatch))
+    assert len(own)==1 and repr(own[0])==repr(MicroBatch(**{**dict(bs=4), **kw})) and own[0].shows_whole
+
+@pytest.mark.parametrize('act', [lambda l: l.noise_scale(n_step=2, num_it=4, show_plot=False), lambda l: l.fit(1)],
+                         ids=['noise_scale','fit'])
+def test_one_note_on_batch_norm(act, capsys, monkeypatch):
+    "One note in all: a warning; the line that `AccumulateStep` prints once a session is not used up"
+    from fastai_accum import refusals
+    monkeypatch.setattr(refusals, '_noted', set())
+    model = nn.Sequential(nn.Linear(6,5), nn.BatchNorm1d(5), nn.Linear(5,3)).double()
+    learn = make_learner(make_dls(96, 8), model, cbs=[AccumulateStep(2), NoiseScale()], splitter=trainable_params)
+    with pytest.warns(UserWarning) as said: act(learn)
+    notes = [o for o in said if 'batch norm' in str(o.message)]
+    assert len(notes)==1 and 'biases the noise scale' in str(notes[0].message)
+    assert 'batch norm' not in capsys.readouterr().out and not refusals._noted
+    learn.remove_cb(NoiseScale)
+    learn.fit(1)
+    assert capsys.readouterr().out.count('the model has batch norm')==1
+
+def test_reads_no_private_attributes():
+    "Neither module reads an attribute of another object that begins with an underscore"
+    for name in 'noise','unchanged':
+        src = (Path(fastai_accum.__file__).parent/'know'/f'{name}.py').read_text()
+        found = set(re.findall(r'\.(_[a-z]\w*)', src))-{'_stateattrs'}
+        assert not found, found
 
 def test_not_measurable(capsys):
     x,y = features(96),classes(96, seed=5)
