@@ -151,6 +151,7 @@ def _noise(df, pre=''):
     noise,grad_sq = _means(df, pre)
     return Noise(*ratio_interval(noise, grad_sq), float(grad_sq.mean()), float(noise.mean()))
 
+# %% ../../nbs/know/noise.ipynb #e2a24ed1
 @patch
 def result(self:NoiseScale,
     last:int|None=None # How many of the last windows to use; `None`: all
@@ -202,6 +203,7 @@ class _Losses(Callback):
     def __init__(self): self.seen = []
     def after_batch(self): self.seen.append((self.learn.accumulate_step.window.n_all, self.learn.loss.detach()))
 
+# %% ../../nbs/know/noise.ipynb #d125fbf8
 def _branch(learn, n_step, n_epoch, lr):
     "The samples and the loss of each window of a branch, and its row of the table"
     acc,losses = _windows_of(n_step, _settings(learn)),_Losses()
@@ -221,6 +223,7 @@ def _average(n, loss, horizon):
     w = -np.expm1(-n/horizon)*np.exp((at-at[-1])/horizon)
     return at,(w*loss).cumsum()/w.cumsum()
 
+# %% ../../nbs/know/noise.ipynb #73fb70fa
 def _compare(branches, show_plot):
     "The rows of the table of `branches`, and the plot"
     horizon = max(*(n.max() for n,*_ in branches.values()), first(branches.values())[0].sum()/20)
@@ -269,6 +272,7 @@ class Sums:
 
     def total(self, squares): return torch.stack([self.sq*0, *(o.to(self.sq.device) for o in squares)]).sum(0)
 
+# %% ../../nbs/know/noise.ipynb #c2369437
 @patch
 def before_batch(self:NoiseScale):
     "Begin new sums with each window"
@@ -286,6 +290,7 @@ def after_backward(self:NoiseScale):
     if weight: s.sq,s.n = s.sq+s.total(s.now.values())*(self.acc.scale**2/weight),s.n+1
     s.now.clear()
 
+# %% ../../nbs/know/noise.ipynb #f7aac714
 def _sq(g):
     "The sum of squares, row by row: on a CPU, PyTorch's norm of ten million float32 numbers at once is 0.1 % too small"
     if g.is_sparse: g = g.coalesce().values()
@@ -310,6 +315,7 @@ def before_step(self:NoiseScale):
                     dict(zip(_cols[4::2], sq)) | dict(zip(_cols[5::2], whole/by)))
     if len(self.new)>=100: self.read()
 
+# %% ../../nbs/know/noise.ipynb #17f70c32
 @patch
 def read(self:NoiseScale):
     "Wait for the device, and read the new rows"
@@ -360,6 +366,7 @@ def _log(axis): axis.set_major_formatter(LogFormatter()); axis.set_minor_formatt
 
 def _n(v): return f'{v:.0f}' if abs(v)>=10 else f'{v:.2g}'
 
+# %% ../../nbs/know/noise.ipynb #7b084016
 def _report(cb, n_step, n_batches, now, show_plot):
     "Print and plot what `cb` has measured"
     df,res = cb.windows,cb.result()
