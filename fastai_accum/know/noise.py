@@ -270,7 +270,9 @@ class Sums:
         "The squares of the gradient `g` of parameter `i`: plain, and as the optimizer sees them"
         return torch.stack([_sq(g), *([_weighed_sq(g, *self.moments[i])] if self.moments else [])])
 
-    def total(self, squares): return torch.stack([torch.zeros_like(self.sq), *(o.to(self.sq.device) for o in squares)]).sum(0)
+    def total(self, squares):
+        squares = [o.to(self.sq.device) for o in squares]
+        return torch.stack(squares or [torch.zeros_like(self.sq)]).sum(0)
 
 # %% ../../nbs/know/noise.ipynb #c2369437
 @patch
