@@ -185,23 +185,30 @@ def _by_micro(learn, epoch):
 # %% ../nbs/core.ipynb #7315f0d8
 @patch
 def train_window(self:Epoch, i, batches):
-    "Sum up the gradients of a window, step, and run `after_batch`"
-    acc,learn,windows = self.acc,self.learn,self.windows
+    "Sum up the gradients of a window, and end it"
+    learn,windows = self.learn,self.windows
     hypers = [dict(h) for h in learn.opt.hypers]
     clear_gradients(learn)
     try:
         sum_up = partial(self.sum_up, i)
         win = self.cut.attempt(self, sum_up, batches) if self.cut else sum_up(batches)
-        if windows.drop_last and not windows.is_full: return _throw_away(learn, hypers)
-        win.step()
-        acc.counts.n_samples = self.n_before+windows.n_samples
-        acc.counts.sizes.append(win.n_stepped)
-        cbs = [cb for cb in learn.cbs.sorted('order') if cb not in self.each]
-        if acc.last_loss is None: cbs = [cb for cb in cbs if isinstance(cb, TrainEvalCallback)]   # nothing to log yet
-        run_after_batch(cbs)
-        if acc.varies or not windows.as_planned(i): learn.pct_train = (learn.epoch+windows.share_after(i))/learn.n_epoch
+        if windows.is_full or not windows.drop_last: self.end(i, win)
+        else: _throw_away(learn, hypers)
     except BaseException: clear_gradients(learn); raise
-    finally: acc.window = None
+    finally: self.acc.window = None
+
+# %% ../nbs/core.ipynb #bd0691b1
+@patch
+def end(self:Epoch, i, win):
+    "Step, count the samples, and run `after_batch`"
+    acc,learn,windows = self.acc,self.learn,self.windows
+    win.step()
+    acc.counts.n_samples = self.n_before+windows.n_samples
+    acc.counts.sizes.append(win.n_stepped)
+    cbs = learn.cbs.sorted('order').filter(lambda cb: cb not in self.each)
+    if acc.last_loss is None: cbs = cbs.filter(risinstance(TrainEvalCallback))   # nothing to log yet
+    run_after_batch(cbs)
+    if acc.varies or not windows.as_planned(i): learn.pct_train = (learn.epoch+windows.share_after(i))/learn.n_epoch
 
 # %% ../nbs/core.ipynb #af02231f
 def parameters(learn):
