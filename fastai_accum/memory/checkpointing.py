@@ -12,11 +12,11 @@ import fastai_accum.core   # its `all_batches` opens `around_batches`
 from contextlib import ExitStack,contextmanager
 from dataclasses import dataclass
 from fastai.basics import *
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_flatten,tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from ..replace import lent
-from ..rewind import Buffers,Hidden,RandomState,accelerators
-from ..wholebatch import get_modes,replay
+from ..rewind import ModelState,accelerators
 
 # %% ../../nbs/memory/checkpointing.ipynb #15266904
 class GradientCheckpointing(Callback):
@@ -60,16 +60,15 @@ class Recompute:
     "Runs `forward` of the modules `ms` and keeps its arguments only; the backward pass runs it again"
     def __init__(self, name, forward, ms, devices):
         self.name,self.forward,self.ms,self.devices = name,forward,nn.ModuleList(ms),devices
-        self.hidden = Hidden(self.ms)
 
     def __call__(self, *args, **kwargs):
         if not torch.is_grad_enabled(): return self.forward(*args, **kwargs)
-        was,buffers,hidden,modes = RandomState(self.devices),Buffers(self.ms),self.hidden.get(),get_modes(self.ms)
-        (flat,spec),first = tree_flatten((args,kwargs)),[(args,kwargs)]
+        state,(flat,spec) = ModelState(self.ms, devices=self.devices),tree_flatten((args,kwargs))
+        first = [(args,kwargs)]
         def run(*flat):
             if first: return self._first(*first.pop())
             args,kwargs = tree_unflatten(list(flat), spec)   # its lists as they were: a DenseNet appends to them later
-            with replay(self.ms, self.hidden, was, buffers, hidden, modes): return self.forward(*args, **kwargs)
+            with state.again(): return self.forward(*args, **kwargs)
         return checkpoint(run, *flat, use_reentrant=False, preserve_rng_state=False)
 
     def _first(self, args, kwargs):
@@ -131,7 +130,8 @@ _pools = tuple(getattr(nn.modules.pooling, f'_{nm}PoolNd') for nm in ('Max','Avg
 
 def _is_layer(m):
     "Whether `m` is a layer, or a chain of layers"
-    if not list(m.children()) or not list(m.parameters()): return True
+    children = [c for k,c in m.named_children() if k!='parametrizations']   # how its weights are computed
+    if not children or not list(m.parameters()) or isinstance(m, ParametrizationList): return True
     return _is_chain(m) and all(map(_is_layer, m))
 
 def _holds_blocks(m):
