@@ -34,7 +34,10 @@ def accelerators(model)->list:
 _dice  = torch.Generator,random.Random,np.random.RandomState,np.random.Generator
 _boxes = dict,list,tuple,set,deque
 _apart = Tensor,np.ndarray,type,FunctionType,MethodType,ModuleType,partial,Callback,Learner
-_hooks = {k for k in vars(nn.Module()) if 'hook' in k}
+_hooks = {k for k in vars(nn.Module()) if 'hook' in k or 'persistent' in k}
+
+@lru_cache(None)
+def _is_dice(t): return issubclass(t, _dice)
 
 @lru_cache(None)
 def _can_change(t):
@@ -45,7 +48,7 @@ def _can_change(t):
 def _box(o): return o if isinstance(o, _boxes) else vars(o)
 def _inside(o):
     if isinstance(o, (nn.Module,dict)): return [v for k,v in _box(o).items() if k not in _hooks]
-    return () if isinstance(o, _dice) else _box(o) if isinstance(o, _boxes) else _box(o).values()
+    return () if _is_dice(type(o)) else _box(o) if isinstance(o, _boxes) else _box(o).values()
 
 def held(model):
     "The modules of `model`, and the objects, lists, dictionaries, sets and generators that they hold"
@@ -64,15 +67,15 @@ def _setter(o):
 
 def _get(o):
     "What the object `o` holds now"
-    if isinstance(o, random.Random):       return o.getstate()
+    if not _is_dice(type(o)): return copy(_box(o))
     if isinstance(o, np.random.Generator): return o.bit_generator.state
-    return o.get_state() if isinstance(o, _dice) else copy(_box(o))
+    return o.getstate() if isinstance(o, random.Random) else o.get_state()
 
 def _put(o, was):
     "Let `o` hold `was`"
-    if isinstance(o, _dice): return _setter(o)(was)
-    now = _box(o)
-    if isinstance(now, dict):
+    if isinstance(o, np.random.Generator): o.bit_generator.state = was
+    elif _is_dice(type(o)): (o.setstate if isinstance(o, random.Random) else o.set_state)(was)
+    elif isinstance(now := _box(o), dict):
         now.update(was)
         for k in now.keys()-was.keys(): del now[k]
     else: now.clear(); (now.update if isinstance(now, set) else now.extend)(was)
@@ -88,7 +91,7 @@ class Held:
 
 def _is(o, was):
     "Whether `o` holds `was`; of generators, nobody asks"
-    if isinstance(o, _dice): return False
+    if _is_dice(type(o)): return False
     now = _box(o)
     if isinstance(now, set) or len(now)!=len(was): return now==was
     return all(now.get(k, was) is v for k,v in was.items()) if isinstance(now, dict) else all(map(is_, now, was))
@@ -134,10 +137,7 @@ class Hidden:
 # %% ../nbs/rewind.ipynb #eaa71d72
 class ModelState:
     "What a forward pass of `model` can change, as it is now"
-    def __init__(self, model,
-        also:tuple=(), # More objects that can change
-        devices:list|None=None # Where it draws random numbers; `None` is where the parameters are
-    ):
+    def __init__(self, model, also=(), devices=None):   # `also`: more objects; `devices`: None is the model's
         self.model,self.also = get_model(model),also
         self.random = RandomState(accelerators(model) if devices is None else devices)
         self.held = self.now()

@@ -58,7 +58,7 @@ def end(self:Turns, sizes=None):
     self.own[-1].restore()
     odd,skip = {id(o) for o in self.state.held.changed()},{id(m) for m in Hidden(self.state.model).ms}
     for i in odd & ends[-1].keys() - skip:
-        for k in keys(ends[-1][i]):
+        for k in keys(ends[-1][i]) if isinstance(ends[-1][i], (dict,list)) else ():
             try: vs = [e[i][k] for e in ends]
             except (KeyError,IndexError): continue
             old = was[i][k] if k in keys(was[i]) else None

@@ -173,6 +173,17 @@ def test_blocks(k):
     "Blocks of one's own"
     same(*odd, on=lambda l: l.gradient_checkpointing(own[k](l.model)))
 
+def test_it_sees_through_parametrizations():
+    "Of weight norm and spectral norm, which keep their weights in a list of modules"
+    def normed(m): return nn.utils.parametrizations.weight_norm(m) if isinstance(m, nn.Conv2d) else m
+    def make():
+        net = Net()
+        for m in net.body: m.conv = nn.utils.parametrizations.spectral_norm(m.conv)
+        return net
+    assert [str(b) for b in find_blocks(make())]==[str(b) for b in find_blocks(Net())]
+    assert find_blocks(nn.Sequential(normed(nn.Conv2d(3,3,1)), nn.ReLU()))==[]
+    same(make, images(16, 12))
+
 def test_fits():
     "Frozen and unfrozen, `lr_find` before, several fits"
     def fit(learn): learn.lr_find(num_it=12, show_plot=False); learn.fine_tune(1); learn.fit(1)

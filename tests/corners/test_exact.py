@@ -192,77 +192,28 @@ def test_the_masks_are_filled_in_the_order_of_memory():
 
 # ---- what is refused, before any weight moves
 
-class Center(nn.Module):
-    def forward(self, x): return x-x.mean(0)
-
 class Odd(nn.Module):
     "A batch norm only where a feature is large"
     def __init__(self): super().__init__(); self.bn = nn.BatchNorm1d(6)
     def forward(self, x): return self.bn(x) if (x[:,0]>9).any() else x
 
-def again(m, h, **kwargs): return torch.utils.checkpoint.checkpoint(m, h, **kwargs)
-
 refused = dict(
-    mean     = (lambda: flat(lambda h, c: c(h), Center()), "Center 'ms.0'"),
-    mean_of_a_function = (lambda: flat(lambda h: h-h.mean(0)), 'depends on the other samples'),
-    spectral = (lambda: flat(lambda h, l: l(h), nn.utils.spectral_norm(nn.Linear(8,8))), 'buffer'),
-    spectral_parametrized = (lambda: flat(lambda h, l: l(h), nn.utils.parametrizations.spectral_norm(nn.Linear(8,8))),
-                             'buffer'),
-    instance = (lambda: conv(nn.InstanceNorm2d(4, track_running_stats=True)), 'buffer'),
     shuffle  = (lambda: flat(lambda h: h+h[torch.randperm(len(h))]), 'randperm'),
     two_dims = (lambda: flat(lambda h: h*torch.rand(len(h),len(h)).double().sum(1,keepdim=True)), 'which dimension'),
     poisson  = (lambda: flat(lambda h: h+torch.poisson(h.detach().abs())), 'poisson'),
-    rrelu    = (lambda: flat(lambda h, r: r(h), nn.RReLU()), 'rrelu'),
+    rrelu    = (lambda: flat(lambda h, r: r(h), nn.RReLU()), "RReLU 'ms.0' draws with rrelu"),
+    two_views = (lambda: flat(lambda h: torch.cat([h,h])[torch.randperm(2*len(h))][:len(h)]), 'randperm'),
     scripted = (lambda: nn.Sequential(torch.jit.script(nn.Linear(6,3).double())), 'torch.jit'),
     compiled = (lambda: flat(lambda h, l: l(h), torch.compile(nn.Linear(8,8))), 'torch.compile'),
-    checkpointed = (lambda: flat(lambda h, l: again(l, h, use_reentrant=False),
-                                 nn.Sequential(nn.Linear(8,8), nn.BatchNorm1d(8))), 'checkpoints'),
-    checkpointed_draws = (lambda: flat(lambda h, l: again(l, h, use_reentrant=True),
-                                       nn.Sequential(nn.Linear(8,8), nn.Dropout())), 'checkpoints'))
-
-class Keeps(nn.Module):
-    "Keeps something of its activations for a loss"
-    def __init__(self, keep):
-        super().__init__()
-        self.keep,self.bn,self.seen,self.box = keep,nn.BatchNorm1d(8),[],SimpleNamespace()
-    def forward(self, h): h = self.bn(h); self.keep(self, h); return h
-
-class Moves(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bn,self.avg = nn.BatchNorm1d(8),nn.Parameter(torch.zeros(8), requires_grad=False)
-    def forward(self, h):
-        with torch.no_grad(): self.avg.lerp_(h.mean(0), .1)
-        return self.bn(h)
-
-class Hidden0(nn.Module):
-    "A branch whose weights begin at zero hides that it looks at the other samples"
-    def __init__(self): super().__init__(); self.g = nn.Parameter(torch.zeros(()))
-    def forward(self, h): return h+self.g*(h-h.mean(0))
-
-refused.update(
-    keeps_a_number = (lambda: flat(lambda h, k: k(h), Keeps(lambda m, h: setattr(m, 'aux', h.pow(2).mean()))),
-                      "keeps 'aux'"),
-    keeps_a_list   = (lambda: flat(lambda h, k: k(h), Keeps(lambda m, h: m.seen.append(h))), "keeps 'seen'"),
-    keeps_in_a_box = (lambda: flat(lambda h, k: k(h), Keeps(lambda m, h: setattr(m.box, 'h', h))), "keeps 'h'"),
-    moves_a_parameter = (lambda: flat(lambda h, m: m(h), Moves()), "parameter 'ms.0.avg' changes"),
-    begins_at_zero = (lambda: flat(lambda h, m: m(h), Hidden0()), "Hidden0 'ms.0'"),
-    frequency      = (lambda: flat(lambda h, e: h+e(torch.zeros(len(h), dtype=torch.long)),
-                                   nn.Embedding(3,8,scale_grad_by_freq=True)), 'scale_grad_by_freq'),
-    for_each_sample = (lambda: flat(lambda h: h*tensor([random.random()<.02 for _ in h])[:,None]),
-                       'random numbers|depends on'),
-    a_table        = (lambda: flat(lambda h, bn: h+bn(torch.arange(40.).view(5,8).double()).mean(0),
-                                   nn.BatchNorm1d(8)), 'no row for each sample'))
+    parallel = (lambda: flat(lambda h, l: l(h), nn.DataParallel(nn.Linear(8,8))), 'runs in its own threads'))
 
 @pytest.mark.parametrize('k', refused)
 @pytest.mark.filterwarnings('ignore')
 def test_refused(k):
     make,msg = refused[k]
     m = make().double()
-    dls = make_dls(20, 8, y=labels, x=torch.randn(20,2,4,4).double() if k=='instance' else X)
-    learn = make_learner(dls, m, cbs=MicroBatch(3, exact=True), splitter=params)
-    # one parameter that needs no gradient moves in `forward`, in the rehearsal too
-    def now(): return [*(p for p in m.parameters() if p.requires_grad), *m.buffers()]
+    learn = make_learner(make_dls(20, 8, y=labels, x=X), m, cbs=MicroBatch(3, exact=True), splitter=params)
+    def now(): return [*m.parameters(), *m.buffers()]
     before = [o.detach().clone() for o in now()]
     state = torch.get_rng_state()
     class State(Callback):
@@ -275,9 +226,9 @@ def test_refused(k):
 
 elsewhere = "one comes to batch norm '2', the other to batch norm '0.bn'"
 
-@pytest.mark.parametrize('at,where', [(6,elsewhere), (4,elsewhere), (1,'depends on the other samples.*0.bn')])
+@pytest.mark.parametrize('at,where', [(6,elsewhere), (4,elsewhere), (1,'the other to')])
 def test_ways_that_differ(at, where):
-    "The sample at `at` takes another way: in the third slice, in the second, or among those of the rehearsal"
+    "The sample at `at` takes another way: in the third slice, in the second, or in the first"
     x = X.clone(); x[at,0] = 10.
     m = nn.Sequential(Odd(), nn.Linear(6,6), nn.BatchNorm1d(6), nn.Linear(6,3)).double()
     learn = make_learner(make_dls(20, 8, y=Y, x=x, shuffle=False), m, cbs=MicroBatch(3, exact=True), splitter=params)
@@ -298,6 +249,88 @@ def test_a_deep_network_with_few_values_in_a_channel_is_not_refused():
 
 class NoValid(Callback):
     def before_validate(self): raise CancelValidException
+
+# ---- what a model holds
+
+class Holds(nn.Module):
+    "`begin(self)` runs before the norms, and `between(self, h)` between them; without `norm` there are none"
+    def __init__(self, between, begin=noop, norm=True):
+        super().__init__()
+        torch.manual_seed(2)
+        self.begin,self.between = begin,between
+        self.a,self.b,self.head = nn.Linear(6,8,bias=False),nn.Linear(8,8,bias=False),nn.Linear(8,3)
+        self.n1,self.n2 = (nn.BatchNorm1d(8),nn.BatchNorm1d(8)) if norm else (nn.Tanh(),nn.Tanh())
+        self.n,self.t,self.seen,self.box,self.obj = 0,1.,[],{},SimpleNamespace(n=0, seen=[])
+        self.rng,self.gen,self.np = random.Random(3),torch.Generator().manual_seed(3),np.random.default_rng(0)
+        self.register_buffer('step', torch.zeros(()).double())
+        self.register_buffer('center', torch.zeros(8).double())
+    def forward(self, x):
+        self.begin(self)
+        h = self.n1(self.a(x)).tanh()
+        z = self.between(self, h)
+        return self.head(self.n2(self.b(h)).tanh()*z)
+    def held(self):
+        return [self.n, self.t, len(self.seen), len(self.box), self.obj.n, len(self.obj.seen), self.rng.getstate(),
+                self.gen.get_state().tolist(), str(self.np.bit_generator.state)]
+
+def counts(m): m.n += 1; m.obj.n += 1
+def anneals(m): m.t *= .9; m.step += 1
+def centers(m, h): m.center.lerp_(h.detach().mean(0), .1); return 1
+def fills(m, h): m.box['h'] = h; return 1
+def columns_only(m, h): z = torch.zeros_like(h); z[:,:4].normal_(); return 1+z
+def rands(m, h): return m.rng.random()+m.np.random()+torch.rand(1, generator=m.gen).double()
+class Pops(Holds):
+    "A feature pyramid"
+    def forward(self, x):
+        h = self.n1(self.a(x)).tanh(); self.seen.append(h); self.obj.seen.append(h)
+        return self.head(self.n2(self.b(h)).tanh()*self.seen.pop()+self.obj.seen.pop())
+class Calls(Holds):
+    "Runs a part of itself with other weights"
+    def forward(self, x):
+        h = self.n1(self.a(x)).tanh()
+        other = torch.func.functional_call(self.tail, {'0.weight':self.tail[0].weight*.5}, (h,))
+        return self.head(other+self.tail(h)@self.tail[0].weight)
+    def __init__(self, **kwargs):
+        super().__init__(noop, **kwargs)
+        self.tail = nn.Sequential(nn.Linear(8,8,bias=False), self.n2)
+
+holds = dict(
+    counts  = partial(Holds, lambda m, h: m.n+m.obj.n, counts),
+    anneals = partial(Holds, lambda m, h: m.t/m.step, anneals),
+    buffer  = partial(Holds, centers),
+    fills   = partial(Holds, fills),
+    draws   = partial(Holds, rands),
+    rows    = partial(Holds, lambda m, h: torch.rand(len(h), 1, generator=m.gen).double()),
+    columns = partial(Holds, columns_only),
+    modes   = partial(Holds, lambda m, h: m.n2.train() and 1, lambda m: m.n2.eval()),
+    pops    = partial(Pops, noop),
+    calls   = Calls)
+
+@pytest.mark.parametrize('norm', [True,False])
+@pytest.mark.parametrize('k', holds)
+def test_what_a_model_holds(k, norm):
+    "It begins each slice and each second run as the whole batch, and the batch leaves what one run leaves"
+    make = partial(holds[k], norm=norm)
+    ways = [MicroBatch(3, exact=True), GradientCheckpointing(lambda m: isinstance(m, Holds))]
+    if not norm and k not in ('rows','columns'): ways.append(MicroBatch(3, coupled=True))   # it deals no draws
+    a = train(make, X2, Y2)
+    for way in ways:
+        b = train(make, X2, Y2, cbs=way)
+        assert_same(b, a)
+        assert b.model.held()==a.model.held() and b.rng[1:]==a.rng[1:] and torch.equal(a.rng[0], b.rng[0])
+
+@pytest.mark.parametrize('way', [dict(exact=True),dict(coupled=True)], ids=str)
+def test_rows_that_a_model_keeps_are_joined(way):
+    def keep(m, h): m.kept,m.obj.pair = h,(h.detach(),'name'); return 1
+    class Reads(Callback):
+        def after_pred(self):
+            if self.training: self.log = getattr(self, 'log', [])+[self.model.kept, self.model.obj.pair[0]]
+        def after_loss(self):
+            if self.training: self.learn.loss_grad = self.learn.loss_grad+self.model.kept.pow(4).mean()
+    make = partial(Holds, keep, norm='exact' in way)
+    a,b = (train(make, X2, Y2, cbs=[Reads(), *o], bs=16) for o in ([],[MicroBatch(4, **way)]))
+    assert_same(b, a)
+    close(b.reads.log, a.reads.log)
 
 # ---- fastai's models
 
@@ -462,13 +495,14 @@ class Boom(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g): raise ctx.e
 
+calls = []
 class Fails(nn.Module):
     "Fails in slice `k`, in the forward or in the backward pass"
-    def __init__(self, k, e, backward): super().__init__(); store_attr(); self.i = 0
+    def __init__(self, k, e, backward): super().__init__(); store_attr()
     def forward(self, x):
-        if not torch.is_grad_enabled(): return x   # the rehearsal
-        self.i += 1
-        if (self.i-1)%3!=self.k: return x
+        k = (len(calls)-2)%3   # the plan has made two calls
+        calls.append(k)
+        if k!=self.k: return x
         if self.backward: return Boom.apply(x, self.e)
         raise self.e
 
@@ -487,6 +521,7 @@ def test_a_failure_in_a_slice(k, e, backward, norm):
         def before_batch(self):
             seen.update(rng=torch.get_rng_state(), now=[o.detach().clone() for o in chain(m.buffers(), m.parameters())])
     learn.add_cb(State)
+    calls.clear()
     with pytest.raises(type(e)): learn.fit(1)
     left_alone(m)
     if backward: return   # the forward pass is over, as in the plain run
@@ -540,7 +575,7 @@ def test_no_threads_and_no_activations_are_left():
     finally: gc.enable()
     left_alone(learn.model)
 
-def test_a_batch_of_another_length_is_rehearsed_too():
+def test_a_batch_of_another_length_has_its_own_plan():
     "Texts of several lengths"
     def batches():
         g = torch.Generator().manual_seed(0)
@@ -564,7 +599,7 @@ def test_a_batch_of_another_length_is_rehearsed_too():
     assert_same(b, a)
 
 def test_a_batch_of_two_samples():
-    "Batch norm needs two samples, so the rehearsal takes one of them twice"
+    "Batch norm needs two samples, so the plan takes one of them twice"
     same(flat(lambda h: F.dropout(h, .3)), X[:6], Y[:6], 1, bs=2)
     same(conv(nn.BatchNorm2d(4)), torch.randn(6,2,4,4).double(), labels[:6], 1, bs=2)
 
