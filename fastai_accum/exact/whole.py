@@ -16,7 +16,7 @@ from .lockstep import AtNorms,Lockstep,in_thread
 from ..memory.checkpointing import GradientCheckpointing
 from ..memory.offload import Host
 from ..microbatch import MicroBatch
-from ..rewind import Hidden,ModelState,RandomState,shared
+from ..rewind import Hidden,ModelState,shared
 from ..slices import join,leaves,tree_map
 from ..wholebatch import Turns,recomputed,twice
 
@@ -100,11 +100,13 @@ def watch(state, forward, xb):
         return f()
     with state.again() as lent,running(state.model) as where:
         first = state.now()
-        with Draws(where) as draws,AtNorms(note): forward(*tree_map(lambda o: o.clone(), xb))
+        with Draws(where) as draws,AtNorms(note): forward(*tree_map(_copy, xb))
         note()
         moved = {i for i,b in lent.items() if b._version and id(b) not in still}
     changed.update((id(bs), bs) for bs in state.dicts if moved & {id(b) for b in bs.values()})
     return SimpleNamespace(draws=draws.draws, norms=norms, objects=list(changed.values()), buffers=moved)
+
+def _copy(o): return o.clone() if isinstance(o, Tensor) else o.copy()   # the model may change its input
 
 # %% ../../nbs/exact/whole.ipynb #7b3b2816
 @patch
@@ -128,7 +130,7 @@ def run_slices(self:Whole, plan, state, forward, parts, sizes):
             with turns(k),hidden.rows(*at(k), sum(sizes)):
                 preds.append(recomputed(run, part, ModelState(model, shared)))
     turns.end(sizes); deck.end()
-    check(plan, state, n)
+    check(plan, turns, n)
     return preds
 
 def alone(o, f): raise Differs(f"{_differs} comes to a batch norm, although it came to none {_before}")
@@ -136,14 +138,14 @@ def alone(o, f): raise Differs(f"{_differs} comes to a batch norm, although it c
 # %% ../../nbs/exact/whole.ipynb #7b3b2817
 _differs,_before = "MicroBatch: exact=True is not possible: the model","with the first samples of the batch"
 
-def check(plan, state, n):
+def check(plan, turns, n):
     "Raise an error if the model has come to `n` norms, or has changed in another way than the `plan` says"
+    state,known = turns.state,{id(o) for o in plan.objects}
     if n!=len(plan.norms):
         raise Differs(f"{_differs} comes to {n} batch norms, although it came to {len(plan.norms)} {_before}")
-    known = {id(o) for o in plan.objects}
-    odd = [type(o).__name__ for o in state.held.changed() if id(o) not in known]
-    draws = not plan.draws and any(not torch.equal(g.get_state(), was) for g,was in state.random.was[2:])
-    if odd or draws: raise Differs(f"{_differs} changes a {odd[0] if odd else 'generator'}, although it changed none {_before}")
+    odd = [type(o).__name__ for o in state.held.changed() if turns.objects is not None and id(o) not in known]
+    if not plan.draws: odd += [type(g).__name__ for g,was in state.random.was[2:] if not g.get_state().equal(was)]
+    if odd: raise Differs(f"{_differs} changes a {odd[0]}, although it changed none {_before}")
 
 # %% ../../nbs/exact/whole.ipynb #3f9ed79c
 @patch
