@@ -26,7 +26,9 @@ from fastai_accum.memory.offload import OffloadActivations
 
 # %% ../nbs/index.ipynb #347da270
 import torch
-if hasattr(torch, 'get_autocast_dtype'): from fastai_accum.exact import whole   # what `exact=True` needs
+if hasattr(torch, 'get_autocast_dtype'):   # what `exact=True` and its proof need
+    from fastai_accum.exact import whole
+    from fastai_accum.know import prove
 
 # %% ../nbs/index.ipynb #f21b2315
 __all__ = ['loss_weight', *core.__all__, *patch.__all__, *microbatch.__all__, *batchnorm.__all__, *clip.__all__,

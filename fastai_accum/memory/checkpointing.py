@@ -22,6 +22,7 @@ from ..rewind import ModelState,accelerators
 class GradientCheckpointing(Callback):
     "Compute the blocks of the model again in the backward pass, instead of keeping their activations"
     name,order = 'checkpointing',-100   # `learn.gradient_checkpointing` is the method
+    prove = None   # set by `fastai_accum.know.prove`, tries the recomputation before the first step
     def __init__(self,
         blocks:Callable|list|None=None # A list of modules, or `module -> bool`; `None` finds them
     ):
@@ -90,7 +91,17 @@ def around_batches(self:GradientCheckpointing, learn):
             if b.part is None: stack.enter_context(lent(b.m, forward=Recompute(b.name, b.m.forward, b.ms, devices)))
             else: chains.setdefault(id(b.m), []).append(b)
         for bs in chains.values(): stack.enter_context(lent(bs[0].m, forward=Chain(bs, devices)))
+        if learn.training and self.prove: stack.enter_context(self.proving(learn))
         yield
+
+@patch
+def proving(self:GradientCheckpointing, learn):
+    "A context in which the first forward pass is tried on a copy before"
+    forward,todo = learn.model.forward,[self.prove]
+    def first(*xb, **kwargs):
+        if todo and xb and not kwargs: todo.pop()(learn, xb)
+        return forward(*xb, **kwargs)
+    return lent(learn.model, forward=first)
 
 # %% ../../nbs/memory/checkpointing.ipynb #0d2528e3
 class Chain:
