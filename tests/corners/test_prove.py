@@ -1,0 +1,202 @@
+"""What a model does with a batch is tried before the first step: what is not the training of the whole batch is refused.
+
+Each model here was silently wrong with `exact=True`, `coupled=True` or `GradientCheckpointing` once. Now it is exact, or
+refused in words before anything has moved."""
+import warnings
+from torch.autograd import Function
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+from fastai.callback.hook import hook_outputs
+from harness import *
+from fastai_accum.all import *
+
+pytestmark = needs_exact
+images = torch.randn(20,3,12,12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+def conv(i, o): return nn.Conv2d(i, o, 3, padding=1, bias=False)
+
+class Base(nn.Module):
+    "Two blocks with batch norm, and a head; `norm=False` leaves the norms out"
+    def __init__(self, norm=True):
+        super().__init__()
+        torch.manual_seed(2)
+        block = lambda i: nn.Sequential(conv(i, 4), nn.BatchNorm2d(4) if norm else nn.Identity(), nn.Tanh())
+        self.a,self.b = block(3),block(4)
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3))
+        self.setup()
+    def setup(self): pass
+    def mid(self, h): return h
+    def forward(self, x): return self.head(self.b(self.mid(self.a(x))))
+
+# ---- what is kept between two norms
+
+class Pyramid(Base):
+    def setup(self): self.hooks = hook_outputs([self.a, self.b], detach=False)
+    def forward(self, x):
+        super().forward(x)
+        return self.head(self.hooks.stored[0]+self.hooks.stored[1])
+class Stack(Base):
+    def setup(self): self.stack = []
+    def forward(self, x):
+        self.stack.append(self.a(x))
+        return self.head(self.b(self.stack[-1])+self.stack.pop())
+class HookDict(Base):
+    def setup(self):
+        self.seen = {}
+        self.a.register_forward_hook(self.keep)
+    def keep(self, m, args, out): self.seen['a'] = out
+    def forward(self, x):
+        h = self.b(self.a(x))
+        return self.head(h+self.seen['a'])
+
+# ---- what is swapped and put back
+
+class Averaged(Base):
+    def setup(self): self.avg = {k:p.detach().double()*.9 for k,p in self.b.named_parameters()}
+    def forward(self, x):
+        h = self.a(x)
+        return self.head(self.b(h) + functional_call(self.b, self.avg, (h,)))
+class SwapsData(Base):
+    def forward(self, x):
+        h,p = self.a(x),self.b[0].weight
+        was = p.data
+        p.data = was*.5
+        z = self.b(h)
+        p.data = was
+        return self.head(z+self.b(h))
+class EvalAndBack(Base):
+    def forward(self, x):
+        self.b.eval()
+        with torch.no_grad(): t = self.b(self.a(x))
+        self.b.train(self.training)
+        return self.head(self.b(self.a(x))-t)
+class ChecksGrad(Base):
+    def mid(self, h): return checkpoint(torch.tanh, h, use_reentrant=False) if h.requires_grad else h*5
+
+# ---- what moves in forward
+
+class Counts(Base):
+    def setup(self): self.n = 0
+    def mid(self, h): self.n += 1; return h*(1+.1*self.n)
+class Anneals(Base):
+    def setup(self): self.t = SimpleNamespace(value=1.)
+    def mid(self, h): self.t.value *= .9; return h*self.t.value
+class OwnGenerator(Base):
+    def setup(self): self.g = torch.Generator().manual_seed(3)
+    def mid(self, h): return h*torch.rand(len(h),1,1,1, generator=self.g)
+class PythonGenerator(Base):
+    def setup(self): self.g = random.Random(3)
+    def mid(self, h): return h*self.g.random()
+class NumpyGenerator(Base):
+    def setup(self): self.g = np.random.default_rng(3)
+    def mid(self, h): return h*torch.from_numpy(self.g.random(len(h)))[:,None,None,None]
+class Momentum(Base):
+    def setup(self): self.slow = deepcopy(self.b).requires_grad_(False)
+    def mid(self, h):
+        for p,q in zip(self.slow.parameters(), self.b.parameters()): p.data = p.data*.9+q.data*.1
+        return h+self.slow(h).detach()
+class Keeps(Base):
+    "An activation that a callback reads"
+    def mid(self, h): self.h = h.detach(); return h
+class PerSample(Base):
+    def setup(self): self.state = None
+    def mid(self, h):
+        if self.state is None or len(self.state)!=len(h): self.state = torch.zeros_like(h)
+        self.state = (.5*self.state+h).detach()
+        return h+self.state
+class Emptied(Base):
+    def setup(self): self.h = None
+    def forward(self, x):
+        self.h = self.a(x)
+        res = self.head(self.b(self.h)+self.h)
+        self.h = None
+        return res
+
+# ---- draws
+
+class TwoViews(Base):
+    def forward(self, x):
+        h = self.b(self.a(torch.cat([x, x.flip(-1)])))
+        h = h*(torch.rand(len(h),1,1,1)<.97)
+        a,b = self.head(h).chunk(2)
+        return a+b
+class SomeColumns(Base):
+    def mid(self, h):
+        noise = torch.empty(len(h), 24)
+        noise[:,:12].normal_(); noise[:,12:].uniform_()
+        return h+noise.mean(1)[:,None,None,None]
+class DrawsIndices(Base):
+    def mid(self, h): return h+h[torch.randint(len(h), (len(h),))]
+class Permutes(Base):
+    def mid(self, h): return h+h[torch.randperm(len(h))]
+class LayerDrop(Base):
+    def mid(self, h):
+        if torch.rand(())<.5: h = F.dropout(h, .5)
+        return h*torch.rand(len(h),1,1,1)
+
+# ---- what looks at the batch
+
+class FromTheBatch(Base):
+    def forward(self, x):
+        h = self.a(x)
+        h = F.batch_norm(h, None, None, h.mean((0,2,3)).exp(), None, True)
+        return self.head(self.b(h))
+class Looks(Function):
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, g): return g-g.mean(0)
+class BackwardLooks(Base):
+    def mid(self, h): return Looks.apply(h)
+class Centered(Base):
+    def mid(self, h): return h-h.mean(0)
+class Pairs(Base):
+    def forward(self, x): h = self.head(self.b(self.a(x))); return h@h.t()
+class PlainList(Base):
+    "Modules that the model does not know of"
+    def setup(self): self.more = [nn.BatchNorm2d(4).double()]
+    def mid(self, h): return self.more[0](h)
+
+deterministic = [Pyramid,Stack,HookDict,Averaged,SwapsData,EvalAndBack,ChecksGrad,Counts,Anneals,Momentum,Keeps,PerSample,
+                 Emptied,FromTheBatch,BackwardLooks,Centered,Pairs,PlainList]
+draws = [OwnGenerator,PythonGenerator,NumpyGenerator,TwoViews,SomeColumns,DrawsIndices,Permutes,LayerDrop]
+ways = dict(exact=lambda m: MicroBatch(5, exact=True), coupled=lambda m: MicroBatch(5, coupled=True),
+            checkpointing=lambda m: GradientCheckpointing([m.a, m.b]), whole=lambda m: GradientCheckpointing([m]))
+
+class Reads(Callback):
+    "A callback that reads what the model keeps"
+    def before_fit(self): self.read = []
+    def after_pred(self):
+        if self.training and hasattr(self.model, 'h') and self.model.h is not None: self.read.append(self.model.h.clone())
+
+def spread(pred, *yb): return (1+(pred-.5)**2).sqrt().mean()
+
+def trained(cls, norm, way=None):
+    set_seed(0)
+    model = cls(norm).double()
+    learn = make_learner(make_dls(20, 10, x=images), model, spread, SGD, [Reads(), *([way(model)] if way else [])], lr=.1,
+                         splitter=params)
+    set_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')   # a trial that could not be made
+        learn.fit(2, cbs=Callback(before_validate=skip))
+    return learn
+
+def skip(cb): raise CancelValidException
+
+cases = [(cls, norm, k) for cls in deterministic+draws for norm in (True,False) for k in ways
+         if not (k=='coupled' and (norm or cls in draws or cls in (EvalAndBack,FromTheBatch,PlainList)))]
+
+@pytest.mark.parametrize('cls,norm,k', cases, ids=lambda o: getattr(o, '__name__', str(o)))
+def test_exact_or_refused(cls, norm, k):
+    "The training of the whole batch, or a refusal before the first step"
+    before = [p.clone() for p in cls(norm).double().parameters()]
+    try: learn = trained(cls, norm, ways[k])
+    except ValueError as e:
+        assert str(e).count('is not possible') or str(e).startswith(('MicroBatch:','GradientCheckpointing:')), e
+        print('REFUSED', e)
+        return
+    large = trained(cls, norm)
+    assert_same(learn, large, tol=1e-10)
+    close(learn.reads.read, large.reads.read, tol=1e-10)
+    print('EXACT')
