@@ -6,10 +6,11 @@ Docs: https://fastai-accum.github.io/fastai_accum/know/prove.html.md"""
 
 # %% auto #0
 __all__ = ['tol', 'held', 'sketch', 'off', 'Seen', 'plain_loss', 'FairCoins', 'Alike', 'by_itself', 'Blind', 'Trial', 'run',
-           'differences', 'first_unlike', 'NotTried', 'Proof', 'prove', 'few_samples', 'smaller', 'guard']
+           'differences', 'first_unlike', 'NotTried', 'Proof', 'prove', 'few_samples', 'smaller', 'tries', 'settings',
+           'fresh', 'guard', 'refuse']
 
-# %% ../../nbs/know/prove.ipynb #71fc899d
-import time,warnings
+# %% ../../nbs/know/prove.ipynb #7e343ce2
+import gc,time,warnings
 from contextlib import ExitStack
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -265,86 +266,77 @@ def _compare(train, cbs):
 # %% ../../nbs/know/prove.ipynb #d966970c
 def few_samples(b, cut=slices):
     "Three small batches like `b`, of two sizes; `b` itself if it cannot be cut"
-    try: parts = cut(b, 5)
+    try: n = sum(len(leaves(o)[0][1]) for o in cut(b, 1))
     except ValueError: return [b]*3
-    n = len(leaves(b)[0][1])
-    if cut is slices and n<6: b = join([b]*(-(-6//n)), [n]*(-(-6//n)))
+    if cut is slices and n<6: b = join([b]*6, [n]*6)
     return [cut(b, k)[0] for k in (6,5,5)]
 
 def smaller(b):
     "A corner of each image in `b`, and the first tokens of each text"
-    ts = [o for _,o in leaves(b) if isinstance(o, Tensor)]
-    n_tokens = {o.shape[1] for o in ts if o.ndim==2 and not o.is_floating_point()}
-    def cut(o):
-        if not isinstance(o, Tensor) or o.ndim<2: return o
-        if o.ndim==4 and o.is_floating_point(): return o[...,:64,:64]
-        return o[:,:32] if o.shape[1] in n_tokens else o
+    tokens = {o.shape[1] for _,o in leaves(b) if o.ndim==2 and not torch.as_tensor(o).is_floating_point()}
+    def cut(o): return o[...,:64,:64] if o.ndim==4 else o[:,:32] if o.ndim>1 and o.shape[1] in tokens else o
     return tree_map(cut, b)
 
-# %% ../../nbs/know/prove.ipynb #3a237209
+# %% ../../nbs/know/prove.ipynb #cfb6b930
+def tries(model, split, xb, yb):
+    "Batches and devices to try"
+    try: b = (*xb,*yb) if split else (*xb,torch.zeros(n_rows(xb)))
+    except ValueError: b = *xb,torch.zeros(1)   # it cannot be cut
+    device,few = next(model.parameters()).device,few_samples(b, split or slices)
+    devices = dict.fromkeys([str(device), 'cpu'] if device.type!='mps' else ['cpu'])   # MPS has no float64
+    return [(o,d) for o in ([few] if split else [smaller(few),few]) for d in devices]
+
+# %% ../../nbs/know/prove.ipynb #a4629fb9
 _tried = WeakKeyDictionary()   # for each model, what was tried, and with which trained parameters
 
-def _settings(model, cbs, xb):
+def settings(model, cbs, xb):
+    "What must be the same, or the proof is made again"
     def own(cb): return (cb.coupled,cb.exact,cb.bs==1,cb.split) if isinstance(cb, MicroBatch) else cb.blocks
     def flags(m): return [(k, v!=0 if type(v) is float else v) for k,v in vars(m).items() if type(v) in (bool,str,float)]
     shapes = [(o.ndim,o.dtype) for _,o in leaves(xb)]
     return repr(([own(o) for o in cbs], shapes, [(type(m), id(m), flags(m)) for m in model.modules()]))
 
-def _fresh(cb, names, copy):
-    "A new callback like `cb` for a copy of its model"
-    if isinstance(cb, MicroBatch): new = MicroBatch(1 if cb.bs==1 else 3, cb.coupled, cb.exact, split=cb.split)
-    else: new = GradientCheckpointing(cb.blocks and [copy.get_submodule(o) for o in names])
-    return new
+def fresh(cb, learn, copy):
+    "A new callback like `cb` for a copy of the model"
+    if isinstance(cb, MicroBatch): return MicroBatch(1 if cb.bs==1 else 3, cb.coupled, cb.exact, split=cb.split)
+    return GradientCheckpointing(cb.blocks and [copy.get_submodule(o.name) for o in cb.found(learn)])
 
-# %% ../../nbs/know/prove.ipynb #9aa0e34e
+# %% ../../nbs/know/prove.ipynb #6512062d
 def guard(self, learn, xb):
     "Before the first step: refuse a way that is not the training of the whole batch"
-    cbs = learn.cbs.filter(lambda o: isinstance(o, GradientCheckpointing) or getattr(o, 'shows_whole', False))
-    model = get_model(learn.model)
-    key,trained = _settings(model, cbs, xb),{id(p) for p in model.parameters() if p.requires_grad}
-    tried = _tried.setdefault(model, [])
+    cbs,model = learn.cbs.filter(_is_tried),get_model(learn.model)
+    key,trained = settings(model, cbs, xb),{id(p) for p in model.parameters() if p.requires_grad}
+    tried,proof = _tried.setdefault(model, []),None
     if any(k==key and trained<=ids for k,ids in tried): return
-    names = [b.name for cb in cbs if isinstance(cb, GradientCheckpointing) for b in cb.found(learn)]
-    def fresh(copy): return [_fresh(o, names, copy) for o in cbs]
-    proof = why = None
-    for batches,device in _tries(model, cbs, xb, learn.yb):
-        try: proof = prove(model, batches, len(xb), fresh, any(getattr(o, 'coupled', 0) for o in cbs), device, (learn,)); break
-        except NotTried as e: why = e
-    if proof and (proof.raised or proof.differs): _refuse(self, model, proof)
+    def way(copy): return [fresh(o, learn, copy) for o in cbs]
+    micro = first(cbs, risinstance(MicroBatch)) or SimpleNamespace(split=None, coupled=False)
+    for batches,device in tries(model, micro.split, xb, learn.yb):
+        try: proof = prove(model, batches, len(xb), way, micro.coupled, device, (learn,)); break
+        except NotTried as e: why = str(e)
+        gc.collect()   # the error held a copy
+    who = 'GradientCheckpointing' if self.name=='checkpointing' else f"MicroBatch: {'exact' if self.exact else 'coupled'}=True"
+    if proof and (proof.raised or proof.differs): refuse(who, model, proof)
     tried.append((key,trained))
-    if proof is None: warnings.warn(f"{_who(self)}: it could not be proved that it trains as the whole batch does, because a trial "
-                      f"on copies of the model has failed ({why}). If the model looks at the other samples of a batch, in "
-                      "a way that is not batch norm or dropout, the training may not be that of the whole batch")
-    elif not rank_distrib(): print(f"{_who(self)} is proved on your model: {proof.n} samples, {proof.time:.1f} s, largest error "
-                      f"{proof.error:.0e}. The proof leaves out your loss and callbacks, and mixed precision")
+    if proof is None:
+        warnings.warn(f"{who} was not tried on your model before the first step, because the trial on a copy has failed ({why}). "
+                      "So it is not known whether the training is that of the whole batch")
+    elif not rank_distrib():
+        print(f"{who} is proved on your model: {proof.n} samples, {proof.time:.1f} s, largest error {proof.error:.0e}. "
+              "The proof leaves out your loss and callbacks, and mixed precision")
 
-def _tries(model, cbs, xb, yb):
-    "The samples and devices to try"
-    split = first(cbs.attrgot('split').filter())
-    if split: b = *xb,*yb
+def _is_tried(cb): return isinstance(cb, GradientCheckpointing) or vars(cb).get('shows_whole', False)
+
+# %% ../../nbs/know/prove.ipynb #cbda258e
+def refuse(who, model, proof):
+    e,arg = proof.raised,who.removeprefix('MicroBatch: ').removesuffix('=True')
+    if str(e).startswith('MicroBatch:'): raise ValueError(str(e)) from e
+    if e is not None: how = f"raises {type(e).__name__}: {e}"
     else:
-        try: b = *xb,torch.zeros(n_rows(xb))
-        except ValueError: b = *xb,torch.zeros(1)   # it cannot be cut
-    device,whole = next(model.parameters()).device,few_samples(b, split or slices)
-    small = whole if split else [smaller(o) for o in whole]
-    is_small = [o.shape for _,o in leaves(small)]!=[o.shape for _,o in leaves(whole)]
-    devices = dict.fromkeys(['cpu' if device.type=='mps' else str(device), 'cpu'])
-    return [(o,d) for o in ([small,whole] if is_small else [whole]) for d in devices]
-
-# %% ../../nbs/know/prove.ipynb #6ea6cbe6
-def _who(cb):
-    if isinstance(cb, GradientCheckpointing): return 'GradientCheckpointing'
-    return f"MicroBatch: {'exact' if cb.exact else 'coupled'}=True"
-
-def _refuse(cb, model, proof):
-    e,who = proof.raised,_who(cb)
-    if e is not None and str(e).startswith('MicroBatch:'): raise ValueError(str(e)) from e
-    m = None if proof.where is None else model.get_submodule(proof.where)
-    place = '' if m is None else f", first in the {type(m).__name__} {proof.where or 'model'!r}"
-    what = ', '.join(f'{k} (error {v:.2g})' for k,v in proof.differs[:3])
-    how = f"the model raises {type(e).__name__}: {e}" if e is not None else f"what a step leaves behind differs{place}: {what}"
-    hint = ("Leave this module out of blocks, or write OffloadActivations() in its place" if cb.name=='checkpointing' else
-            f"Leave {who[12:-5]} out, or write GradientCheckpointing() or OffloadActivations() in its place")
-    raise ValueError(f"{who} is not possible: on copies of the model it is not the same as the whole batch, since {how}. {hint}") from e
+        how = 'leaves something else behind: '+', '.join(f'{k} (relative error {v:.2g})' for k,v in proof.differs[:3])
+        if proof.where: how += f", first in the {type(model.get_submodule(proof.where)).__name__} {proof.where!r}"
+    hint = ("Leave this module out of blocks, or write" if arg==who else
+            f"Leave {arg} out, or write GradientCheckpointing() or")
+    raise ValueError(f"{who} is not possible: in a trial on a copy, the whole batch is fine, but this way the model {how}. "
+                     f"{hint} OffloadActivations() in its place") from e
 
 MicroBatch.prove = GradientCheckpointing.prove = guard

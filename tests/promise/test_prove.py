@@ -1,0 +1,153 @@
+"""Before its first step, a learner tries on copies whether it trains as the whole batch does.
+
+A model that looks at the batch is refused, an ordinary one is proved, and nothing of the learner moves. tests/corners has
+the models that were silently wrong once."""
+import gc,pickle,signal,threading,warnings,weakref
+from harness import *
+from fastai_accum.all import *
+from fastai_accum.know import prove as know_prove
+from fastai_accum.know.prove import prove
+
+pytestmark = needs_exact
+images = torch.randn(20,3,16,16, generator=torch.Generator().manual_seed(0))
+
+class Center(nn.Module):
+    def forward(self, x): return x-x.mean(0)
+
+def net(*more):
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout2d(.2)), *more,
+                         nn.Sequential(nn.Flatten(), nn.Linear(196, 8), nn.Tanh()), nn.Linear(8, 3))
+
+def learner(model, *cbs, n=20, bs=8):
+    learn = Learner(make_dls(n, bs, x=images[:n], y=classes(n)), model, nn.CrossEntropyLoss(), SGD, lr=.1, cbs=L(cbs))
+    learn.remove_cb(ProgressCallback)
+    learn.logger = noop
+    return learn
+
+ways = dict(exact=lambda m: MicroBatch(3, exact=True), coupled=lambda m: MicroBatch(3, coupled=True),
+            checkpointing=lambda m: GradientCheckpointing([m[0]]))
+
+@pytest.fixture
+def trials(monkeypatch):
+    "Counts the proofs that are made"
+    made = []
+    monkeypatch.setattr(know_prove, 'prove', lambda *args, **kwargs: made.append(args) or prove(*args, **kwargs))
+    return made
+
+@pytest.mark.parametrize('k', ways)
+def test_an_ordinary_model_is_proved_once(k, trials, capsys):
+    m = net()
+    learn = learner(m, ways[k](m))
+    learn.fit(2)
+    learn.fit(1)
+    out = capsys.readouterr().out
+    assert len(trials)==out.count('is proved on your model: 6 samples')==1 and 'leaves out your loss and callbacks' in out
+
+@pytest.mark.parametrize('n', [2,3,20])
+@pytest.mark.parametrize('k', ways)
+def test_few_samples(k, n):
+    m = net()
+    learner(m, ways[k](m), n=n, bs=n).fit(1)
+
+class Counts(nn.Module):
+    n = 0
+    def forward(self, x): self.n += 1; return x.tanh()*(1+self.n/10)
+
+@pytest.mark.parametrize('k,odd,where', [('coupled',Center,"the Center '1'"), ('checkpointing',Counts,'')])
+def test_refused_before_anything_moves(k, odd, where):
+    m = net(odd())
+    cb = ways['coupled'](m) if k=='coupled' else GradientCheckpointing([m[1]])
+    learn = learner(m, cb)
+    was,steps = {k:v.clone() for k,v in m.state_dict().items()},getattr(m[1], 'n', 0)
+    with pytest.raises(ValueError, match=f'is not possible.*{where}.*OffloadActivations'): learn.fit(1)
+    assert all(torch.equal(v, was[k]) for k,v in m.state_dict().items()) and getattr(m[1], 'n', 0)==steps
+    assert all(p.grad is None for p in m.parameters())
+    learn.remove_cb(cb)
+    learn.fit(1)
+
+def state(learn):
+    ms = list(learn.model.modules())
+    return (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()), torch.get_default_dtype(),
+            [m.training for m in ms], [len(m._forward_hooks)+len(m._forward_pre_hooks) for m in ms],
+            [p.grad for p in learn.model.parameters()], {k:v.tolist() for k,v in learn.model.state_dict().items()},
+            torch.is_grad_enabled(), [sorted(vars(m)) for m in ms], warnings.filters[:], sys.stdout)
+
+@pytest.mark.parametrize('k', ways)
+def test_nothing_is_disturbed(k, monkeypatch):
+    m = net()
+    learn,seen = learner(m, ways[k](m)),[]
+    guard = know_prove.guard
+    def watched(cb, learn, xb):
+        seen.append(state(learn)); guard(cb, learn, xb); seen.append(state(learn))
+    for c in MicroBatch,GradientCheckpointing: monkeypatch.setattr(c, 'prove', watched)
+    with accumulation(2): learn.fit(1)
+    assert len(seen)>=2 and seen[0]==seen[1]
+
+@pytest.mark.parametrize('k', ways)
+def test_ctrl_c(k, monkeypatch):
+    m = net()
+    learn,run,times = learner(m, ways[k](m)),know_prove.run,[1]
+    def interrupted(*args, **kwargs):
+        if times: times.pop(); signal.raise_signal(signal.SIGINT)
+        return run(*args, **kwargs)
+    monkeypatch.setattr(know_prove, 'run', interrupted)
+    class Before(Callback):
+        order = -1000
+        def before_batch(self): self.was = state(learn)
+    learn.add_cb(Before())
+    with pytest.raises(KeyboardInterrupt): learn.fit(1)
+    assert state(learn)[:-3]==learn.before.was[:-3]   # without the attributes that are lent in a batch
+    monkeypatch.undo()
+    learn.fit(1)
+
+def test_it_is_proved_again_when_something_changes(trials):
+    m = net()
+    learn = learner(m, MicroBatch(3, coupled=True))
+    for change,n in [(noop,1), (lambda: m[0][0].requires_grad_(False), 1), (lambda: m[0][0].requires_grad_(True), 1),
+                     (lambda: setattr(m[0][3], 'p', .3), 1), (lambda: setattr(m[0][3], 'p', 0.), 2),
+                     (lambda: m.append(nn.Linear(3, 3)), 3), (lambda: learn.micro_batch(4, coupled=True), 3),
+                     (lambda: learn.micro_batch(4, exact=True), 4)]:
+        change()
+        learn.create_opt()
+        learn.fit(1)
+        assert len(trials)==n
+
+def test_fine_tune_is_proved_twice(trials):
+    m = net()
+    learn = Learner(make_dls(20, 8, x=images, y=classes(20)), m, nn.CrossEntropyLoss(), SGD, cbs=MicroBatch(3, exact=True),
+                    splitter=lambda m: [params(m[0]), params(m[1:])])
+    with learn.no_bar(),learn.no_logging(): learn.fine_tune(1, freeze_epochs=1)
+    assert len(trials)==2
+    learn.freeze()
+    with learn.no_bar(),learn.no_logging(): learn.fit(1)
+    assert len(trials)==2
+
+def test_proofs_are_not_kept_or_copied():
+    m = net()
+    learn = learner(m, MicroBatch(3, coupled=True), GradientCheckpointing([m[0]]))
+    learn.fit(1)
+    assert not any('to_prove' in cb.__getstate__() for cb in learn.cbs)
+    pickle.dumps(learn.model); deepcopy(learn)
+    ref = weakref.ref(m)
+    del m,learn
+    gc.collect()
+    assert ref() is None
+
+def test_what_cannot_be_tried_is_said_once():
+    m = net()
+    m.lock = threading.Lock()   # cannot be copied
+    learn = learner(m, MicroBatch(3, coupled=True))
+    with pytest.warns(UserWarning, match='was not tried on your model.*cannot pickle.*not known'): learn.fit(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        learn.fit(1)
+
+def test_dropped_out_samples_do_not_hide_a_mistake():
+    "One mask in fifty hides a row: the trial makes that frequent"
+    class Rare(nn.Module):
+        def forward(self, x):
+            keep = (torch.rand(len(x), device=x.device)>.02).to(x)
+            return x*keep[:,None,None,None] + (1-keep).sum()
+    learn = learner(net(Rare()), MicroBatch(3, exact=True))
+    with pytest.raises(ValueError, match='exact=True'): learn.fit(1)
