@@ -319,6 +319,7 @@ def train(self:Bench, parts, windows, on, watch=False, at_pred=False, jitter=Fal
     if self.keeps_loss: on = {*on,'loss'}
     seen = SimpleNamespace(grads=None, changed=False, norms=[], draws=[])
     shell = self.copied(parts, [o for o in self.cbs if o in on or o not in self.suspects], 'loss' in on)
+    for o in windows: o.prove = None
     if 'loss' not in on:
         for o in windows: o.weight = o.average = None
     self.suspend(shell, on, seen if watch else None)
