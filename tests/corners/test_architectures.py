@@ -1,0 +1,24 @@
+"""Common architectures are proved before the first step, or refused for a reason that we know: benchmarks/proved.py
+
+What is proved is also trained, one step in float64 with batch norm, dropout and all, and compared with the large batch."""
+import sys
+from pathlib import Path
+import pytest
+from harness import needs_exact
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]/'benchmarks'))
+proved = pytest.importorskip('proved', reason='needs fastai with vision, text and tabular')
+
+pytestmark = needs_exact
+tol = 1e-8   # of deep networks with batch norm over few samples, whose rounding grows from layer to layer
+
+packages = dict(timm='timm', transformers='transformers')
+@pytest.mark.parametrize('way', proved.ways)
+@pytest.mark.parametrize('name', proved.archs)
+def test_architecture(name, way):
+    a = proved.archs[name]
+    if a['family'] in packages: pytest.importorskip(packages[a['family']], reason=f"tests a model of {a['family']}")
+    r = proved.row(name, way)
+    if way in a['refused']: assert r['what']=='refused' and a['refused'][way] in r['says'], r
+    else:
+        assert r['what']=='proved', r
+        assert (r['trained'] or 0)<=tol and r.get('error', 0)<=tol, r
