@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/.installed
 
-.PHONY: help demo test test-all works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-checkpointing bench-noise size clean
+.PHONY: help demo test test-all works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-checkpointing bench-noise proved size clean
 
 help: ## One line for each command
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -50,6 +50,12 @@ bench-checkpointing: $(READY) ## What recomputing blocks saves, and what it cost
 
 bench-noise: $(READY) ## What measuring the noise of gradients costs in time
 	$(BIN)/python benchmarks/noise.py
+
+proved: $(READY) ## What the page "What is proved, what is refused" shows, with the optional packages (20 minutes)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proved.py --save
+	$(BIN)/nbdev-test --save --path nbs/know/proved.ipynb
+	$(BIN)/nbdev-clean
 
 experiments: $(READY) ## What the first users of accumulation tried, and other libraries (downloads MNIST and CIFAR, an hour and a half)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations,bench]'

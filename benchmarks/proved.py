@@ -22,7 +22,7 @@ ways = dict(exact=lambda: MicroBatch(small, exact=True), coupled=lambda: MicroBa
 archs = {}
 
 def arch(family, name, make, data, refused={}, **kwargs):
-    "An architecture: `make` returns the model, `data` a batch; `refused` has the ways that are rightly refused, with a word of the message"
+    "An architecture: `make` returns the model, `data` a batch; `refused` has the ways that are rightly refused, each with a word of the message and the reason"
     archs[name] = dict(family=family, make=make, data=data, refused=refused, **kwargs)
 
 def gen(): return torch.Generator().manual_seed(0)
@@ -89,8 +89,9 @@ def of_tf(kind, config, f=None, **kwargs):
     return Takes(m, f) if f else Takes(m)
 ids  = dict(vocab_size=50, bos_token_id=0, eos_token_id=1, pad_token_id=2)
 tiny = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
-lm,last = dict(loss=CrossEntropyLossFlat()),lambda m, x: m(x).logits
-def hf(name, kind, config, data=tokens, f=None, loss=None, **kwargs): arch('transformers', name, lambda: of_tf(kind, config, f, **kwargs), data, loss=loss)
+def hf(name, kind, config, data=tokens, f=None, loss=None, refused={}, in64=True, **kwargs):
+    arch('transformers', name, lambda: of_tf(kind, config, f, **kwargs), data, refused, loss=loss, in64=in64)
+def both(*why): return dict(exact=why, coupled=why)
 def sounds(): return torch.randn(bs, 1600, generator=gen()),classes(bs)
 flat = CrossEntropyLossFlat()
 hf('BERT',       'BertForSequenceClassification', 'BertConfig', num_labels=3, **ids, **tiny)
@@ -99,21 +100,27 @@ hf('ViT',        'ViTForImageClassification', 'ViTConfig', images, num_labels=3,
 hf('ResNet',     'ResNetForImageClassification', 'ResNetConfig', images, num_labels=3, embedding_size=8, hidden_sizes=[8,16], depths=[1,1], layer_type='basic')
 gpt = dict(n_layer=2, n_embd=16, n_head=2, **ids)
 hf('GPT-2',      'GPT2LMHeadModel', 'GPT2Config', next_tokens, loss=flat, use_cache=False, **gpt)
-hf('GPT-2, use_cache=True, the whole output', 'GPT2LMHeadModel', 'GPT2Config', next_tokens, f=lambda m, x: m(x), loss=lambda p, y: flat(p['logits'], y), **gpt)
+hf('GPT-2, use_cache=True, the whole output', 'GPT2LMHeadModel', 'GPT2Config', next_tokens, f=lambda m, x: m(x), loss=lambda p, y: flat(p['logits'], y),
+   refused=both('use_cache', 'its cache is an object, which cannot be joined'), **gpt)
 llama = dict(num_key_value_heads=1, **tiny, **ids)
 hf('Llama',      'LlamaForCausalLM', 'LlamaConfig', next_tokens, loss=flat, use_cache=False, **llama)
 hf('Llama, use_cache=True', 'LlamaForCausalLM', 'LlamaConfig', next_tokens, loss=flat, **llama)
 hf('T5',         'T5ForConditionalGeneration', 'T5Config', next_tokens, f=lambda m, x: m(input_ids=x, decoder_input_ids=x, use_cache=False).logits, loss=flat,
    vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0)
-hf('Qwen3-MoE',  'Qwen3MoeForCausalLM', 'Qwen3MoeConfig', next_tokens, loss=flat, use_cache=False, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-   head_dim=8, **llama)
+moe = dict(use_cache=False, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8, **llama)
+hf("Qwen3-MoE, experts_implementation='eager'", 'Qwen3MoeForCausalLM', 'Qwen3MoeConfig', next_tokens, loss=flat, experts_implementation='eager', **moe)
+# its product of all experts at once has no float64 kernel
+hf('Qwen3-MoE',  'Qwen3MoeForCausalLM', 'Qwen3MoeConfig', next_tokens, loss=flat, in64=False, **moe)
 hf('Mamba',      'MambaForCausalLM', 'MambaConfig', next_tokens, loss=flat, use_cache=False, hidden_size=16, num_hidden_layers=2, state_size=4, **ids)
 wav = dict(num_labels=3, conv_dim=(8,8,8), conv_kernel=(10,3,3), conv_stride=(5,2,2), num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2,
            classifier_proj_size=8, **tiny)
 hf('Wav2Vec2, layerdrop=0, no masks', 'Wav2Vec2ForSequenceClassification', 'Wav2Vec2Config', sounds, layerdrop=0., apply_spec_augment=False, **wav)
-hf('Wav2Vec2',   'Wav2Vec2ForSequenceClassification', 'Wav2Vec2Config', sounds, mask_time_length=2, **wav)
+hf('Wav2Vec2',   'Wav2Vec2ForSequenceClassification', 'Wav2Vec2Config', sounds, mask_time_length=2,
+   refused=both('random', 'it masks parts of the sounds, and skips layers, by random numbers for the whole batch'), **wav)
 
 # ---- what happens
+
+said = re.compile(r'(\d+) samples, ([\d.]+) s, largest error (\S+?)\.? ')   # the line that is printed when a model is proved
 
 class Stop(Callback):
     "Stop when the first batch has gone through the model: everything that is proved is proved by then"
@@ -148,7 +155,8 @@ def proof_of(learn):
             what,says = ('refused',str(e)) if is_refusal else ('error',f'{type(e).__name__}: {e}')
     ours = [str(w.message) for w in ws if str(w.message).startswith(('MicroBatch','GradientCheckpointing'))]
     if what=='proved' and ours: what,says = 'not tried',ours[0]
-    return dict(what=what, says=says.strip().split('\n')[0], seconds=time.perf_counter()-t)
+    lines = says.strip().split('\n')
+    return dict(what=what, says=next((l for l in lines if said.search(l+' ')), lines[0]), seconds=time.perf_counter()-t)
 
 class Steps(Callback):
     "Keeps the gradients of the step, and notes whether anything was drawn"
@@ -174,14 +182,13 @@ def trained(name, way):
         return (sum((x-y).square().sum() for x,y in zip(xs, ys))/n).sqrt().item() if n else 0.
     return max(off(g, G), off(b, B))
 
-said = re.compile(r'(\d+) samples, ([\d.]+) s, largest error (\S+?)\.? ')
 def row(name, way):
     "What happened to one architecture in one way"
     found = proof_of(learner(name, way))
-    r = dict(family=archs[name]['family'], name=name, way=way, **found)
+    r = dict(family=archs[name]['family'], name=name, way=way, why=archs[name]['refused'].get(way, ('',''))[1], **found)
     m = said.search(r['says']+' ')
     if r['what']=='proved' and m: r.update(n=int(m[1]), seconds=float(m[2]), error=float(m[3]))
-    if r['what'] in ('proved','not tried'): r['trained'] = trained(name, way)
+    if r['what']=='proved': r['trained'] = trained(name, way)
     return r
 
 def cells(r):
