@@ -21,8 +21,9 @@ E,C,G = 'exact','coupled','checkpointing'
 kinds,controls = {},{}
 
 class Kind:
-    "A model with one odd habit, the row that it belongs to, and the ways in which it is tried"
-    def __init__(self, f, row, ways, loss=None, cbs=noop, data=None, whole=False, says=''): store_attr()
+    """A model with one odd habit, the row that it belongs to, and the ways in which it is tried; `limit` are those in
+    which nobody can see it"""
+    def __init__(self, f, row, ways, loss=None, cbs=noop, data=None, whole=False, says='', limit=()): store_attr()
     def make(self):
         "A model, and the inputs and targets of an epoch"
         set_seed(2)
@@ -102,7 +103,7 @@ def attribute_of_another_module():
     def keep(m, h): m.last = m.bn(h); return m.last
     return Odd(lambda m, h: m.b(m.a(h).tanh())+m.a.last, a=Odd(keep, bn=norm()), b=norm())
 
-@kind(keeps, E, G)
+@kind(keeps, E, G, limit=(E,))   # a copy of the model has the same class
 def attribute_of_a_class():
     class Bus: pass
     def f(m, h):
@@ -255,7 +256,7 @@ def counter_in_a_closure():
         return h*k
     return Odd(f)
 
-@kind(counts)
+@kind(counts, limit=(E,C,G))
 def counter_of_a_class():
     class Counts(Odd): k = 0
     def f(m, h): type(m).k += 1; return h*type(m).k
@@ -802,7 +803,7 @@ def by_an_object():
 @kind(later, cbs=lambda: Switch(lambda m: setattr(m, 'on', True)))
 def by_a_flag(): return centred(lambda m: m.on)
 
-@kind(later, cbs=lambda: Switch(lambda m: setattr(m.o, 'n', 3)))
+@kind(later, cbs=lambda: Switch(lambda m: setattr(m.o, 'n', 3)), limit=(E,C))
 def by_a_flag_of_an_object(): return centred(lambda m: m.o.n>2)
 
 @kind(later, E, G, cbs=lambda: Switch(lambda m: m.drop.train()))

@@ -7,9 +7,13 @@ import pytest
 from harness import needs_exact
 from kinds import E,controls,kinds,later,tol,verdict
 
-arguments = dict(exact='MicroBatch: exact=True', coupled='MicroBatch: coupled=True', checkpointing='GradientCheckpointing')
+arguments = dict(exact='exact=True', coupled='coupled=True', checkpointing='GradientCheckpointing')
 
-def each(ks): return [pytest.param(k, way, id=f'{k}-{way}', marks=[needs_exact]*(way==E)) for k in ks for way in ks[k].ways]
+unseen = pytest.mark.xfail(strict=True, reason='a limit, which the page "What is proved, what is refused" names')
+
+def each(ks):
+    def marks(k, way): return [needs_exact]*(way==E)+[unseen]*(way in ks[k].limit)
+    return [pytest.param(k, way, id=f'{k}-{way}', marks=marks(k, way)) for k in ks for way in ks[k].ways]
 
 def words(model):
     "The names by which a message can say where something differs: of modules, parameters, buffers and attributes"
@@ -19,12 +23,13 @@ def words(model):
 
 def says_where(k, way, message):
     "Whether the message names the callback with its argument, what it is about, and what the row asks for"
-    assert message.startswith(('MicroBatch','GradientCheckpointing')) and arguments[way].split()[-1] in message, message
+    assert message.startswith(('MicroBatch','GradientCheckpointing')) and arguments[way] in message, message
     found = {w for w in words(k.make()[0]) if re.search(rf'\b{re.escape(w)}\b', message)}
     assert found or re.search(r'random numbers|generator|\bpred\b', message), f'names nothing of the model: {message}'
     assert k.says in message, f'does not say {k.says}: {message}'
 
-def explain(v, what): return f'{v}: {what}' if isinstance(what, str) else f'{v}: relative error {what[0]:.1e} at {what[1]}'
+def explain(v, what):
+    return f'{v}: {what}' if isinstance(what, str) else f'{v}: relative error {what[0]:.1e} at {what[1]}'
 
 @pytest.mark.parametrize('name,way', each(kinds))
 def test_exact_or_refused(name, way):
