@@ -1059,7 +1059,7 @@ def differs(a, b):
 _whole = {}
 def verdict(k, way):
     """What happens to the kind `k` in this `way`, and the details: the largest error and where it is (`exact` and
-    `silent`) or a message (`refused` before the first step, `stopped` later, `moved` when it was refused too late, `raw`)"""
+    `silent`) or a message (`refused` before the first step, `stopped` later, `moved` if refused too late, `raw`)"""
     if k not in _whole: _whole[k] = train(k)
     (_,want,err),(learn,got,e) = _whole[k],train(k, way)
     if err: raise err   # the large batch must train
