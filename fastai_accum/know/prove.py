@@ -10,7 +10,7 @@ __all__ = ['tol', 'held', 'sketch', 'off', 'Seen', 'plain_loss', 'FairCoins', 'P
            'fresh', 'guard', 'refuse']
 
 # %% ../../nbs/know/prove.ipynb #7e343ce2
-import gc,time,warnings
+import gc,inspect,time,warnings
 from contextlib import ExitStack
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from ..rewind import RandomState,accelerators,is_out_of_memory
 from ..slices import join,leaves,n_rows,slices,tree_map
 
 # %% ../../nbs/know/prove.ipynb #d1db444a
-_opaque = (type,FunctionType,BuiltinFunctionType,MethodType,ModuleType,partial,Callback,Learner,Hook)
+_opaque = type,BuiltinFunctionType,MethodType,ModuleType,Callback,Learner,Hook
 _lists = list,tuple,L,set,frozenset,deque
 
 def held(o, path='model', seen=None):
@@ -39,9 +39,11 @@ def held(o, path='model', seen=None):
     if isinstance(o, (Tensor,np.ndarray,bool,int,float,str)) or _generator(o): yield path,o; return
     if id(o) in seen or isinstance(o, _opaque): return
     seen.add(id(o))
-    d = o if isinstance(o, dict) else dict(enumerate(o)) if isinstance(o, _lists) else getattr(o, '__dict__', {})
+    d = (o if isinstance(o, dict) else dict(enumerate(o)) if isinstance(o, _lists) else
+         inspect.getclosurevars(o).nonlocals if isinstance(o, FunctionType) else
+         dict(args=(o.func,o.args,o.keywords)) if isinstance(o, partial) else getattr(o, '__dict__', {}))
     for k,v in list(d.items()):
-        if not str(k).endswith(('_hooks','_hooks_with_kwargs','_always_called')):
+        if not str(k).endswith(('_hooks','_hooks_with_kwargs','_always_called')) and k!='forward':   # one that was lent
             yield from held(v, path if k in ('_parameters','_buffers','_modules') else f'{path}.{k}', seen)
 
 def _generator(o):
@@ -174,7 +176,7 @@ def by_itself(o, _):
 class Blind(Callback):
     "Makes a run blind to batch norm and to random numbers"
     def before_fit(self):
-        for m in model.modules():
+        for m in self.model.modules():
             if 'num_batches_tracked' in m._buffers: m.num_batches_tracked = None   # slices count batches more often
         self.rngs = [g for _,o in held(self.model) if (g := _generator(o))]
         vars(self.model)['forward'] = partial(self.forward, self.model.forward)
