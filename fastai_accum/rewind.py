@@ -137,14 +137,12 @@ class Hidden:
 # %% ../nbs/rewind.ipynb #eaa71d72
 class ModelState:
     "What a forward pass of `model` can change, as it is now"
-    def __init__(self, model, also=(), devices=None):   # `also`: more objects; `devices`: None is the model's
-        self.model,self.also = get_model(model),also
-        self.random = RandomState(accelerators(model) if devices is None else devices)
-        self.held = self.now()
+    def __init__(self, model, objects=None, devices=None):   # what can change, and where; `None` looks for it
+        self.model,self.random = get_model(model),RandomState(accelerators(model) if devices is None else devices)
+        self.objects = held(self.model) if objects is None else objects
+        self.held = Held(self.objects)
         self.dicts = [m._buffers for m,_ in self.held.was if isinstance(m, nn.Module) and m._buffers]
         self.buffers = {id(b):(b,b.clone()) for bs in self.dicts for b in bs.values() if b is not None}
-
-    def now(self): return Held([*held(self.model), *self.also])
 
     def restore(self):
         self.held.restore()
@@ -159,10 +157,14 @@ class ModelState:
         for bs in self.dicts: bs.update({k:new[id(b)] for k,b in bs.items() if id(b) in new})
         return new
 
+    def moved(self, new):
+        "The `id` of each buffer whose copy in `new` has changed; batch norm changes them without a new `_version`"
+        return {i for i,b in new.items() if b._version or not torch.equal(b, self.buffers[i][1])}
+
     @contextmanager
     def again(self):
         "A context in which the model runs from this state once more; afterwards everything is as it is now"
-        now,draws = self.now(),RandomState(self.random.devices)
+        now,draws = Held(self.objects),RandomState(self.random.devices)
         self.held.restore(); self.random.restore()
         try: yield self.lend()
         finally: now.restore(); draws.restore()

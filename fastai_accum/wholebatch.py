@@ -18,10 +18,12 @@ from .slices import join,keys,leaves,tree_map,versions
 def twice(learn, forward, xb, parts, sizes, cut=None):
     "The predictions for each slice, one after the other; in training, the backward pass computes them again"
     model,preds = learn.model,[]
-    hidden,turns = Hidden(model),Turns(ModelState(model), len(parts))
+    state = ModelState(model)
+    hidden,turns = Hidden(model),Turns(state, len(parts))
     for k,part in enumerate(parts):
         with turns(k),hidden.rows(sum(sizes[:k]), sizes[k], sum(sizes)) if sizes else nullcontext():
-            preds.append(recomputed(forward, part, ModelState(model)) if torch.is_grad_enabled() else forward(*part))
+            if torch.is_grad_enabled(): preds.append(recomputed(forward, part, ModelState(model, state.objects)))
+            else: preds.append(forward(*part))
     turns.end(sizes)
     return preds
 
@@ -46,9 +48,10 @@ class Turns:
         else: s.held.restore(); new = s.lend()
         try: yield
         finally:
-            same = {id(b):s.buffers[i][0] for i,b in new.items() if not b._version}   # keep no copies of these
+            moved = s.moved(new)
+            same = {id(b):s.buffers[i][0] for i,b in new.items() if i not in moved}   # keep no copies of these
             for bs in s.dicts if same else (): bs.update({k:same[id(b)] for k,b in bs.items() if id(b) in same})
-            self.own[k] = s.now() if self.objects is None else Held(self.objects)
+            self.own[k] = Held(s.objects if self.objects is None else self.objects)
 
 # %% ../nbs/wholebatch.ipynb #caa01687
 @patch

@@ -16,7 +16,7 @@ from .lockstep import AtNorms,Lockstep,in_thread
 from ..memory.checkpointing import GradientCheckpointing
 from ..memory.offload import Host
 from ..microbatch import MicroBatch
-from ..rewind import Hidden,ModelState,shared
+from ..rewind import Held,Hidden,ModelState,held,shared
 from ..slices import join,leaves,tree_map
 from ..wholebatch import Turns,recomputed,twice
 
@@ -36,7 +36,7 @@ class Whole:
     def __call__(self, learn, forward, xb, parts, sizes, cut):
         "The predictions for each slice"
         if sizes is None: return twice(learn, forward, xb, parts, sizes)   # a `split` without targets to count
-        state = ModelState(learn.model, shared)
+        state = ModelState(learn.model, [*held(get_model(learn.model)), *shared])
         def run():
             p = self.plan(state, forward, xb, sizes, cut)
             try: return self.run_slices(p, state, forward, parts, sizes)
@@ -99,10 +99,10 @@ def watch(state, forward, xb):
         still.update(id(t) for t in (o.running_mean,o.running_var))
         return f()
     with state.again() as lent,running(state.model) as where:
-        first = state.now()
+        first = Held(state.objects)
         with Draws(where) as draws,AtNorms(note): forward(*tree_map(_copy, xb))
         note()
-        moved = {i for i,b in lent.items() if b._version and id(b) not in still}
+        moved = {i for i in state.moved(lent) if id(lent[i]) not in still}
     changed.update((id(bs), bs) for bs in state.dicts if moved & {id(b) for b in bs.values()})
     return SimpleNamespace(draws=draws.draws, norms=norms, objects=list(changed.values()), buffers=moved)
 
@@ -128,7 +128,7 @@ def run_slices(self:Whole, plan, state, forward, parts, sizes):
             def run(*xs, k=k):
                 with deal(k),AtNorms(alone): return forward(*xs)
             with turns(k),hidden.rows(*at(k), sum(sizes)):
-                preds.append(recomputed(run, part, ModelState(model, shared)))
+                preds.append(recomputed(run, part, ModelState(model, state.objects)))
     turns.end(sizes); deck.end()
     check(plan, turns, n)
     return preds
