@@ -152,7 +152,7 @@ class ModelState:
         for d in self.random.devices: getattr(torch, d.type).empty_cache()
 
     def lend(self, which=None):
-        "Give the modules copies of their buffers as they were, or of those whose `id` is in `which`; returns the copies"
+        "Give the modules copies of their buffers as they were, all or those with an `id` in `which`; return these"
         new = {i:was.clone() for i,(_,was) in self.buffers.items() if which is None or i in which}
         for bs in self.dicts: bs.update({k:new[id(b)] for k,b in bs.items() if id(b) in new})
         return new

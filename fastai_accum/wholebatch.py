@@ -29,12 +29,9 @@ def twice(learn, forward, xb, parts, sizes, cut=None):
 
 # %% ../nbs/wholebatch.ipynb #caa01686
 class Turns:
-    "Each of `n` slices begins from `state`, and in its next turn it goes on with what the model held at the end of its last"
-    def __init__(self, state,
-        n:int, # The number of slices
-        objects:list|None=None, # What changes, if it is known; `None` is everything
-        buffers:set|None=None # The `id` of each buffer that changes
-    ):
+    "Each of `n` slices begins from `state`; in its next turn, the model holds what it held at the end of its last"
+    # `objects` and `buffers`, by `id`: what changes, if it is known
+    def __init__(self, state, n, objects=None, buffers=None):
         self.state,self.objects,self.own = state,objects,[None]*n
         for k in range(n if objects is not None else 0):
             state.lend(buffers)

@@ -296,7 +296,8 @@ class Lockstep:
 
     def _slice(self, k, slice):
         slice.n_norms = 0
-        with self.around(k),self.host.hooks(),AtNorms(partial(self._norm, slice, k)): return self.forward(*self.parts[k])
+        norms = AtNorms(partial(self._norm, slice, k))
+        with self.around(k),self.host.hooks(),norms: return self.forward(*self.parts[k])
 
     def _norm(self, slice, k, o, _):
         "Slice `k` has come to a batch norm"
