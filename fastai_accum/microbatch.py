@@ -14,7 +14,8 @@ from .core import WindowCallback,clear_gradients
 from .processes import processes
 from .refusals import check_count,check_flags,check_function,refuse_unknown
 from .replace import lent
-from .rewind import Hidden,ModelState,WindowState,is_out_of_memory
+from .held import Hidden,ModelState
+from .rewind import WindowState,is_out_of_memory
 from .slices import is_array,join,slices,versions
 from .wholebatch import twice
 from .windows import batch_size,n_of

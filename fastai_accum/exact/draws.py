@@ -15,7 +15,7 @@ from fastai.basics import *
 from torch.nn.modules.module import register_module_forward_hook,register_module_forward_pre_hook
 from torch.utils._pytree import tree_flatten,tree_unflatten
 from torch.utils._python_dispatch import TorchDispatchMode
-from ..rewind import generator_of
+from ..held import generator_of
 
 # %% ../../nbs/exact/draws.ipynb #4692306b
 class Differs(RuntimeError): "The model no longer does what it did before"

@@ -16,9 +16,9 @@ from .lockstep import AtNorms,Lockstep,in_thread
 from ..memory.checkpointing import GradientCheckpointing
 from ..memory.offload import Host
 from ..microbatch import MicroBatch
-from ..rewind import Held,Hidden,ModelState,held,shared
+from ..held import Held,Hidden,ModelState,Turns,held,shared
 from ..slices import join,leaves,tree_map
-from ..wholebatch import Turns,recomputed,twice
+from ..wholebatch import recomputed,twice
 
 # %% ../../nbs/exact/whole.ipynb #d67a42c5
 class Whole:

@@ -26,7 +26,8 @@ from .trial import InDouble,Middles,_double,apart,in_double
 from ..memory.checkpointing import GradientCheckpointing
 from ..microbatch import MicroBatch
 from ..replace import lent
-from ..rewind import RandomState,accelerators,is_out_of_memory
+from ..held import RandomState,accelerators
+from ..rewind import is_out_of_memory
 from ..slices import join,leaves,n_rows,slices,tree_map
 
 # %% ../../nbs/know/prove.ipynb #d1db444a

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_flatten,tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from ..replace import lent
-from ..rewind import ModelState,accelerators
+from ..held import ModelState,accelerators
 
 # %% ../../nbs/memory/checkpointing.ipynb #15266904
 class GradientCheckpointing(Callback):
