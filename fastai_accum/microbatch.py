@@ -26,7 +26,7 @@ class MicroBatch(WindowCallback):
     # `learn.micro_batch` is the method; `whole`, set by `fastai_accum.exact`, makes the runner of an exact epoch
     # `prove`, set by `fastai_accum.know.prove`, tries the way that the slices run before the first step
     name,cuts,whole,prove = 'micro_batches',True,None,None
-    _stateattrs = 'window','way','to_prove'
+    _stateattrs = 'window','way'
     def __init__(self,
         bs:int|str='auto', # Samples in a slice; `'auto'` starts with the whole batch, and halves it if memory runs out
         coupled:bool=False, # Show the loss and callbacks the whole batch; the model runs on each slice twice
@@ -114,7 +114,7 @@ def parts(self:MicroBatch, learn, b):
 @contextmanager
 def around_batches(self:MicroBatch, learn):
     "For an epoch: choose how the slices run when they show the whole batch, which validation does too"
-    self.way,self.to_prove = self.whole(self) if self.exact else twice,self.prove
+    self.way = self.whole(self) if self.exact else twice
     if learn.training or not self.valid: yield; return
     with processes(learn.model).silent(),self.sliced(learn): yield
 
@@ -136,8 +136,7 @@ def forward(self:MicroBatch, learn, forward, *xb, **kwargs):
         preds = self.way(learn, forward, xb, parts, sizes, partial(self.cut_inputs, learn))
         return join(preds, sizes or [find_bs(o) for o in preds])
     if learn.training:
-        prove,self.to_prove = self.to_prove,None
-        if prove: prove(learn, xb)
+        if self.prove: self.prove(learn, xb)
         return run()
     b = *xb,*learn.yb
     return self.retry(learn, run, [(b,versions(b))], ModelState(learn.model).restore if self.bs=='auto' else None)

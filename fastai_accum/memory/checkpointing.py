@@ -96,12 +96,12 @@ def around_batches(self:GradientCheckpointing, learn):
 
 @patch
 def proving(self:GradientCheckpointing, learn):
-    "A context in which the first forward pass is tried on a copy before"
-    forward,todo = learn.model.forward,[self.prove]
-    def first(*xb, **kwargs):
-        if todo and xb and not kwargs: todo.pop()(learn, xb)
+    "A context in which a model is tried on copies before it runs"
+    forward = learn.model.forward
+    def proved(*xb, **kwargs):
+        if xb and not kwargs: self.prove(learn, xb)
         return forward(*xb, **kwargs)
-    return lent(learn.model, forward=first)
+    return lent(learn.model, forward=proved)
 
 # %% ../../nbs/memory/checkpointing.ipynb #0d2528e3
 class Chain:

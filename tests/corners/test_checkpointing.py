@@ -237,8 +237,9 @@ class Fails(nn.Module):
     def _raise(self, g): raise OSError
 
 @pytest.mark.parametrize('where', ['forward','backward','again'])
-def test_fails_inside(where):
+def test_fails_inside(where, monkeypatch):
     "An exception in a block, as it runs, as it goes backward, or as it runs again"
+    monkeypatch.setattr(GradientCheckpointing, 'prove', None)   # it would stop in the trial, before anything moves
     def run(learn):
         drop,learn.model.body[1].drop = learn.model.body[1].drop,nn.Sequential(learn.model.body[1].drop, Fails(where))
         if where!='again':
@@ -388,7 +389,7 @@ def test_in_place():
         m = Net(); m.body[1] = InPlace(); return m
     learn = get_learner(make, odd[1]).gradient_checkpointing()
     why = 'body.1 changes its input in place, so it cannot be computed again; leave it out of blocks'
-    with pytest.raises(RuntimeError, match=why): learn.fit(1)
+    with pytest.raises(ValueError, match=why): learn.fit(1)
     assert is_clean(learn)
 
 names = dict(
