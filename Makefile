@@ -54,7 +54,7 @@ bench-noise: $(READY) ## What measuring the noise of gradients costs in time
 proved: $(READY) ## What the page "What is proved, what is refused" shows, with the optional packages (20 minutes)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proved.py --save
-	$(BIN)/nbdev-test --save --path nbs/know/proved.ipynb
+	$(BIN)/nbdev-test --save nbs/know/proved.ipynb
 	$(BIN)/nbdev-clean
 
 experiments: $(READY) ## What the first users of accumulation tried, and other libraries (downloads MNIST and CIFAR, an hour and a half)
