@@ -28,7 +28,7 @@ from fastai_accum.memory.offload import OffloadActivations
 import torch
 if hasattr(torch, 'get_autocast_dtype'):   # what `exact=True` and its proof need
     from fastai_accum.exact import whole
-    from fastai_accum.know import prove
+    from fastai_accum.know import prove,what_fits
 
 # %% ../nbs/index.ipynb #f21b2315
 __all__ = ['loss_weight', *core.__all__, *patch.__all__, *microbatch.__all__, *batchnorm.__all__, *clip.__all__,
