@@ -35,7 +35,7 @@ from .unchanged import unchanged
 # %% ../../nbs/know/what_fits.ipynb #6a28d069
 def peak_bytes(f, device=torch.device('cpu')):
     "The bytes that `f` takes on `device` at its peak, beyond what was there before; every allocation is counted"
-    gc.collect()
+    gc.collect()   # otherwise, what an earlier call has left behind may be freed, and subtracted
     if device.type=='cuda':
         torch.cuda.synchronize(device); torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device); f()
@@ -218,8 +218,7 @@ def try_way(self:Trials, calls='', make=list):
         if is_out_of_memory(e): way.fits,way.error = False,_oom
         elif isinstance(e, (ValueError,RuntimeError)) and (line or self.own): way.error = str(e)
         else: raise
-    gc.collect()   # a cycle of references may hold activations
-    if self.device.type=='cuda': torch.cuda.empty_cache()
+    if self.device.type=='cuda': gc.collect(); torch.cuda.empty_cache()   # a cycle of references may hold activations
     if way.error in (None,_oom): self.rows.append(way)
     else: self.leave_out(f'`{line}`' if line else 'the learner as it is', way.error.partition(';')[0])
     return way

@@ -1,0 +1,132 @@
+"`learn.what_fits()` on texts, tables, segmentation, several inputs, mixed precision, and learners in odd states"
+import sys
+import pytest
+from harness import *
+from test_what_fits import fits,learner,net,quick,same,state,what_fits
+from fastai.tabular.all import TabularDataLoaders,Categorify,Normalize,tabular_learner
+from fastai.text.all import (AWD_LSTM,TextDataLoaders,awd_lstm_clas_config,awd_lstm_lm_config,language_model_learner,
+                             text_classifier_learner)
+from fastai.vision.all import CrossEntropyLossFlat,create_unet_model,xresnet18
+pytestmark = needs_exact
+
+def quiet(learn):
+    learn.remove_cb(ProgressCallback); learn.logger = noop
+    return learn
+
+def check(learn, budget=None):
+    "The result; the learner is as before"
+    before = state(learn)[:4]
+    res = fits(learn, budget)
+    assert same(before, state(learn)[:4])
+    return res
+
+def test_texts_are_measured_with_the_longest():
+    random.seed(0)
+    texts = [' '.join(random.choices('abcdefgh', k=n)) for n in [*range(5,64), 90]]
+    df = pd.DataFrame(dict(text=texts, label=random.choices('xy', k=60)))
+    dls = TextDataLoaders.from_df(df, text_col='text', label_col='label', valid_pct=.1, seed=1, bs=8, device='cpu')
+    config = dict(awd_lstm_clas_config, emb_sz=8, n_hid=12, n_layers=2)
+    learn = quiet(text_classifier_learner(dls, AWD_LSTM, pretrained=False, config=config))
+    found = check(learn)
+    longest = max(len(o[0]) for o in dls.train_ds)
+    batch,which = what_fits.largest_batch(learn)
+    assert batch[0].shape[1]==longest and which=='with the longest text' and which in found.note
+    assert found.ways[0].is_same and 'other dropout masks' in found.ways[1].same
+
+def test_language_model():
+    df = pd.DataFrame(dict(text=[' '.join(random.choices('abcdefgh', k=50)) for _ in range(60)]))
+    dls = TextDataLoaders.from_df(df, text_col='text', is_lm=True, bs=8, seq_len=16, device='cpu')
+    config = dict(awd_lstm_lm_config, emb_sz=8, n_hid=12, n_layers=2)
+    found = check(quiet(language_model_learner(dls, AWD_LSTM, pretrained=False, config=config)))
+    assert len(found.ways)>1 and found.ways[0].n==8
+
+def test_tables():
+    n = 400
+    df = pd.DataFrame(dict(a=np.random.rand(n), b=np.random.choice(list('xyz'), n), y=np.random.choice([0,1], n)))
+    dls = TabularDataLoaders.from_df(df, procs=[Categorify,Normalize], cat_names=['b'], cont_names=['a'], y_names='y',
+                                     y_block=CategoryBlock(), bs=64, device='cpu')
+    found = check(quiet(tabular_learner(dls, layers=[20,10])))
+    assert found.ways[1].same=='batch norm sees 32 of 64' and found.ways[1].n==64   # two inputs
+
+def test_segmentation():
+    data = [(torch.randn(3, 32, 32), torch.randint(0, 3, (32, 32))) for _ in range(8)]
+    dls = DataLoaders.from_dsets(data, data, bs=4, device='cpu')
+    model = create_unet_model(xresnet18, 3, (32, 32), pretrained=False)
+    found = check(quiet(Learner(dls, model, loss_func=CrossEntropyLossFlat(axis=1))))
+    assert {o.same.split(' sees')[0] for o in found.ways}=={'the same training','batch norm'}
+
+def test_mixed_precision():
+    plain,mixed = check(learner()),check(learner(cbs=OnCpu(torch.bfloat16)))
+    assert mixed.ways[0].peak<.8*plain.ways[0].peak
+    scaled = check(learner(cbs=OnCpu()))   # its scaler skips steps
+    assert .95<scaled.ways[0].peak/plain.ways[0].peak<1.05
+    assert not torch.is_autocast_cpu_enabled()
+
+def test_what_was_there_before_does_not_count():
+    learn = learner(opt_func=Adam)
+    new = check(learn).ways[0].peak
+    learn.fit(1)   # from now on, it has gradients and the state of the optimizer
+    again,state = check(learn).ways[0].peak,2*sum(p.nbytes for p in learn.model.parameters())
+    held = sum(p.grad.nbytes for p in learn.model.parameters() if p.grad is not None)
+    assert abs(new-again-state-held)<.05*new, (new, again, state, held)
+
+def test_a_model_that_compares_samples_is_not_called_the_same():
+    class Centred(nn.Module):
+        def forward(self, x): return x-x.mean(0)
+    found = check(learner(nn.Sequential(net(), Centred())))
+    cut = found.ways[1]
+    assert not cut.is_same and 'compares samples' in cut.same
+
+def test_what_is_refused_is_left_out():
+    class Resets(nn.Module):
+        def __init__(self): super().__init__(); self.net = net()
+        def forward(self, x): return self.net(x)
+        def reset(self): pass
+    found = check(learner(Resets()))
+    assert found.ways[0].time and 'has a reset()' in found.note
+    assert not any('micro_batch' in o.line for o in found.ways)
+
+def test_errors_of_your_own_are_raised():
+    class Broken(nn.Module):
+        def __init__(self): super().__init__(); self.net = net()
+        def forward(self, x): return self.net(x)[:,9]
+    with pytest.raises(IndexError): fits(learner(Broken()))
+    with pytest.raises(ValueError, match='no training loader'): Learner(DataLoaders(), net(), loss_func=nn.MSELoss()).what_fits()
+
+def test_one_sample_cannot_be_cut():
+    assert not any('micro_batch' in o.line for o in check(learner(bs=1)).ways)
+
+def test_loaders_of_pytorch():
+    data = [(torch.randn(1, 24, 24), i%3) for i in range(40)]
+    dl = torch.utils.data.DataLoader(data, batch_size=16, num_workers=2)
+    found = check(quiet(Learner(DataLoaders(dl, dl), net(), loss_func=nn.CrossEntropyLoss())), '1GB')
+    assert found.best.line=='' and found.best.n==16
+
+def test_with_a_simulated_gpu():
+    "Activations move to the host, which is memory that does not count"
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]/'benchmarks'))
+    from common import apart
+    with apart():
+        ways = {o.line:o for o in check(learner(net(norm=nn.BatchNorm2d))).ways}
+    whole,moved = ways[''],ways['learn.offload_activations()']
+    assert moved.peak<.6*whole.peak and moved.is_same
+    both = ways['learn.gradient_checkpointing().offload_activations()']
+    assert both.peak<.6*whole.peak and both.is_same
+    exact = ways['learn.micro_batch(8, exact=True)']
+    assert exact.is_same and exact.peak<.8*whole.peak
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+def test_on_a_gpu():
+    learn = learner(bs=64, px=64)
+    learn.dls.device = torch.device('cuda')
+    found = fits(learn)
+    assert found.budget>0 and found.best.line==''
+    whole = found.ways[0].peak
+    found = fits(learn, int(.5*whole))
+    assert found.best and found.best.is_same
+    free = torch.cuda.memory_allocated()
+    for o in found.ways:
+        assert abs(torch.cuda.memory_allocated()-free)<1e6, o.line
+    torch.cuda.set_per_process_memory_fraction(.9*whole/torch.cuda.get_device_properties(0).total_memory)
+    try: assert fits(learn, '1GB').ways[0].error=='out of memory'
+    finally: torch.cuda.set_per_process_memory_fraction(1.)

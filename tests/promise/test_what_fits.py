@@ -1,0 +1,164 @@
+"`learn.what_fits()`: what it measures, what it suggests, and that it changes nothing"
+import gc,pytest,matplotlib; matplotlib.use('agg')
+from harness import *
+import fastai_accum.all
+from fastai_accum.memory.checkpointing import GradientCheckpointing
+from fastai_accum.memory.offload import OffloadActivations
+what_fits = pytest.importorskip('fastai_accum.know.what_fits') if not needs_exact.args[0] else None
+pytestmark = needs_exact
+
+@pytest.fixture(autouse=True, scope='module')
+def quick():
+    "PyTorch's profiler imports its compiler, whose many objects make each collection of garbage slow"
+    what_fits.peak_bytes(lambda: None)
+    gc.collect(); gc.freeze()
+    yield
+    gc.unfreeze()
+
+class Block(nn.Module):
+    "A block with two layers, which checkpointing finds"
+    def __init__(self, n, norm):
+        super().__init__()
+        self.a,self.b,self.norm = nn.Conv2d(n, n, 3, padding=1),nn.Conv2d(n, n, 3, padding=1),norm(n)
+    def forward(self, x): return x + self.b(F.gelu(self.norm(self.a(x))))
+
+def net(n=16, norm=nn.Identity):
+    blocks = [Block(n, norm) for _ in range(4)]
+    return nn.Sequential(nn.Conv2d(1, n, 3), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(n, 3))
+
+class Limited(nn.Module):
+    "Runs out of memory with more than `most` samples"
+    def __init__(self, model, most): super().__init__(); self.model,self.most = model,most
+    def forward(self, x):
+        if len(x)>self.most: raise RuntimeError('CUDA out of memory')
+        return self.model(x)
+
+def learner(model=None, bs=16, px=24, dl_bs=None, path=None, **kwargs):
+    torch.manual_seed(0)
+    data = [(torch.randn(1, px, px), i%3) for i in range(3*bs)]
+    dls = DataLoaders.from_dsets(data, data, bs=dl_bs or bs, device='cpu')
+    learn = Learner(dls, model or net(), loss_func=nn.CrossEntropyLoss(), path=path, **kwargs)
+    learn.remove_cb(ProgressCallback); learn.logger = noop
+    return learn
+
+def fits(learn, budget=None): return learn.what_fits(budget, n_try=1)
+
+class Train(Callback):
+    "Train only"
+    def before_validate(self): raise CancelValidException
+
+def peak(learn): return what_fits.peak_bytes(lambda: learn.fit(1, cbs=Train()))
+
+def state(learn):
+    opt = [] if learn.opt is None else [dict(learn.opt.state[p]) for ps in learn.opt.param_lists for p in ps]
+    return ([o.clone() for o in learn.model.state_dict().values()], [p.requires_grad for p in learn.model.parameters()],
+            [None if p.grad is None else p.grad.clone() for p in learn.model.parameters()], opt, torch.get_rng_state(),
+            list(learn.cbs), list(getattr(learn.recorder, 'losses', [])), learn.dls, getattr(learn.dls.loaders[0], 'rng', random).getstate(), learn.model.training,
+            set(vars(learn)))
+
+def same(a, b):
+    if isinstance(a, Tensor): return torch.equal(a, b)
+    if isinstance(a, (list,tuple)): return len(a)==len(b) and all(map(same, a, b))
+    if isinstance(a, dict): return a.keys()==b.keys() and all(same(a[k], b[k]) for k in a)
+    return a is b or a==b
+
+def test_each_line_takes_what_the_table_says():
+    for o in learner(net(n=32)).what_fits().ways:
+        learn = learner(net(n=32))
+        if o.line: exec(o.line, dict(learn=learn))
+        got = peak(learn)
+        assert abs(got-o.peak)<.05*o.peak, (o.line, got, o.peak)
+
+def test_suggests_the_fastest_that_is_the_same_training():
+    learn = learner()
+    whole = fits(learn).ways[0].peak
+    found = fits(learn, int(.6*whole))
+    assert found.best.is_same and found.best.fits and not found.ways[0].fits
+    assert found.best.time==min(o.time for o in found.ways if o.fits)
+    learn.add_cbs(found.best.callbacks)
+    assert peak(learn)<=.6*whole
+    assert [o.fits for o in fits(learner(), 2*whole).ways]==[True]   # as it is, and nothing else was tried
+
+def test_a_way_that_changes_the_training_comes_last():
+    learn = learner(net(norm=nn.BatchNorm2d))
+    ways = {o.line:o for o in fits(learn).ways}
+    cut,again = ways['learn.micro_batch(8)'],ways['learn.gradient_checkpointing()']
+    assert cut.same=='batch norm sees 8 of 16' and again.is_same
+    found = fits(learn, max(cut.peak, again.peak)+1000)
+    assert found.best.line=='learn.gradient_checkpointing()'
+    found = fits(learner(net(norm=nn.BatchNorm2d)), min(cut.peak, again.peak)-1000)
+    assert found.best and not found.best.is_same   # only slices are small enough, and the row says what they change
+
+def test_dropout_is_the_same_with_exact():
+    learn = learner(nn.Sequential(nn.Conv2d(1, 32, 3), nn.GELU(), nn.Dropout(.5), nn.Conv2d(32, 16, 3),
+                                  nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3)))
+    ways = fits(learn, int(.7*fits(learn).ways[0].peak))
+    assert ways.best.line=='learn.micro_batch(8, exact=True)'
+    assert 'other dropout masks' in [o.same for o in ways.ways]
+
+def test_out_of_memory_is_a_row():
+    learn = learner(Limited(net(), 5))
+    before = state(learn)
+    found = fits(learn, '1GB')
+    assert [o.fits for o in found.ways[:4]]==[False,False,True,False] and found.best.line=='learn.micro_batch(4)'
+    assert [o.error for o in found.ways[:4]]==['out of memory','out of memory',None,'out of memory']
+    assert found.ways[3].line=='learn.micro_batch(6)'   # 6 might have fitted where 8 does not
+    assert same(before, state(learn))
+
+def test_says_why_there_is_no_suggestion():
+    learn = learner()
+    found = fits(learn)
+    assert found.best is None and "budget='8GB'" in found.reason and all(o.fits is None for o in found.ways)
+    found = fits(learn, '10kB')
+    assert found.best is None and found.reason.startswith('Nothing fits in 0.00977 MB: `learn.micro_batch(1)')
+    for o in repr(found),found._repr_html_(): assert found.reason.split('`')[0] in o and 'gradient_checkpointing' in o
+    found.plot()
+
+def test_our_callbacks_are_measured_first_and_then_left_out():
+    learn = learner(cbs=[MicroBatch(12), AccumulateStep(2)])
+    whole = fits(learner()).ways[0]
+    found = fits(learn, int(.6*whole.peak))
+    assert .6*whole.peak<found.ways[0].peak<.9*whole.peak and found.ways[0].n==32
+    assert found.best.line.startswith('learn.remove_cb(MicroBatch).') and found.best.n==32
+    exec(found.best.line, dict(learn=learn, MicroBatch=MicroBatch))
+    assert sum(isinstance(o, (MicroBatch,GradientCheckpointing)) for o in learn.cbs)==1
+    assert fits(learn, int(.6*whole.peak)).best.line==''
+
+def test_measures_a_frozen_body_unfrozen():
+    def split(m): return [params(m[:3]), params(m[3:])]
+    free,learn = learner(splitter=split),learner(splitter=split)
+    learn.freeze()
+    before = state(learn)
+    a,b = fits(free).ways[0],fits(learn)
+    assert abs(a.peak-b.ways[0].peak)<.01*a.peak and 'everything unfrozen' in b.note
+    assert same(before, state(learn))
+
+class Stop(Callback):
+    "Raises in the second step of slices"
+    def __init__(self, error): self.error,self.n = error,0
+    def before_step(self):
+        self.n += hasattr(self.learn, 'micro_batches')
+        if self.n==2: raise self.error
+
+@pytest.mark.parametrize('error', [KeyboardInterrupt('stop'), ZeroDivisionError('stop')], ids=repr)
+def test_leaves_nothing_behind(error, tmp_path):
+    learn = learner(path=tmp_path, cbs=[CSVLogger(), SaveModelCallback()])
+    learn.fit(1)
+    files = {o:o.read_bytes() for o in tmp_path.rglob('*') if o.is_file()}
+    before = state(learn)
+    assert fits(learn, '1MB').ways
+    learn.add_cb(Stop(error))
+    was = state(learn)
+    with pytest.raises(type(error)): fits(learn, '1MB')
+    assert same(was, state(learn)) and same(before[:5], was[:5])
+    assert files=={o:o.read_bytes() for o in tmp_path.rglob('*') if o.is_file()}
+    assert 'forward' not in vars(learn.model) and '_with_events' not in vars(learn)
+
+def test_errors(monkeypatch):
+    learn = learner()
+    for bad in 'much','8 apples',0,-5,True,math.inf,[8]:
+        with pytest.raises(ValueError, match=f"budget must be .*, got {re.escape(repr(bad))}"): learn.what_fits(bad)
+    with pytest.raises(ValueError, match="n_try must be an int of at least 1, got 0"): learn.what_fits(n_try=0)
+    with pytest.raises(ValueError, match="yields no batch"): learner(dl_bs=64).what_fits()
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    with pytest.raises(RuntimeError, match='call it in one process'): learn.what_fits()
