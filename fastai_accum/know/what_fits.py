@@ -44,6 +44,7 @@ def peak_bytes(f, device=torch.device('cpu')):
     found = [(e.start_ns(), e.nbytes()) for e in prof.profiler.kineto_results.events() if e.name()=='[memory]']
     return max(0, *np.cumsum([n for _,n in sorted(found, key=itemgetter(0))]).tolist(), 0)
 
+# %% ../../nbs/know/what_fits.ipynb #58bdb05d
 @contextmanager
 def _quiet():
     "Hide what the profiler writes to standard error"
@@ -64,7 +65,9 @@ def n_bytes(budget):
     raise ValueError(f"what_fits: budget must be a number of bytes or a text like '8GB', got {budget!r}; "
                      "on a GPU, leave it out to take what is free")
 
-def as_text(n): return f'{n/1024**3:.2f} GB' if n>=1000*1024**2 else f'{n/1024**2:.3g} MB'
+def as_text(n):
+    u = next((u for u in 'TGM' if n>=.9*_units[u]), 'K')
+    return f'{n/_units[u]:.3g} {u}B'
 
 # %% ../../nbs/know/what_fits.ipynb #4ff88aad
 margin = .1   # the share of the free memory that stays free, because an allocator cannot fill all of it
@@ -131,6 +134,8 @@ class Trials:
         self.n = n_of(learn.dls, self.batch)
         device = getattr(learn.dls, 'device', default_device())
         self.device = torch.device(device or next(learn.model.parameters()).device)
+        if self.device.type not in ('cpu','cuda'):
+            raise RuntimeError(f"what_fits: it measures on a CPU or with CUDA, and the learner is on {self.device}")
         self.budget = free_bytes(self.device) if budget is None else budget
         self.own = [type(o).__name__ for o in learn.cbs if isinstance(o, _ours)]
         self.is_frozen = bool(getattr(learn.opt, 'frozen_idx', 0))
@@ -148,6 +153,7 @@ def given(self:Trials):
     else: dls.train = dl
     return dls
 
+# %% ../../nbs/know/what_fits.ipynb #75c05337
 @patch
 @contextmanager
 def ready(self:Trials, as_is=False):
@@ -197,10 +203,13 @@ def what_stays(self:Trials, cbs, told):
 def measure(self:Trials, way):
     "Train in `way`, and note what a step takes"
     learn,cbs,meter = self.learn,way.make(),Meter(self.n_try)
+    def there(): return torch.cuda.memory_allocated(self.device) if self.device.type=='cuda' else 0
+    before = there()   # the first fit may move the model to the GPU
     held = sum(p.grad.nbytes for p in learn.model.parameters() if p.grad is not None)   # a trial makes them again
     with self.ready(not way.line),_warnings() as told:
         learn.fit(1, cbs=[*cbs, Meter(0)])   # what is done once, such as a proof, is not measured
-        way.peak = max(0, peak_bytes(lambda: learn.fit(1, cbs=[*cbs, meter]), self.device)-held)
+        new = there()-before-held
+        way.peak = max(0, new+peak_bytes(lambda: learn.fit(1, cbs=[*cbs, meter]), self.device))
         way.same = self.what_stays([*learn.cbs, *cbs], told)
     (start,n),(end,m) = meter.log[0],meter.log[-1]
     way.time,way.n = (end-start)/self.n_try,(m-n)//self.n_try
@@ -284,6 +293,8 @@ def note(self:Trials):
     "What was measured, and what was left out"
     frozen = ', with everything unfrozen'*self.is_frozen
     text = f'Memory is what a step takes at its peak, on {self.n} samples ({self.which}){frozen}.'
+    cut = ' Your loss was not looked at; if it compares samples, slices need coupled=True.'
+    text += cut*any('micro_batch' in o.line for o in self.rows)
     return text + f" Left out: {', '.join(self.left_out)}."*bool(self.left_out)
 
 # %% ../../nbs/know/what_fits.ipynb #74e38cac
@@ -311,6 +322,7 @@ def title(self:Fits):
     what = f'`{self.best.line}` fits' if self.best.line else 'It fits as it is'
     return f'{what}: {as_text(self.best.peak)} of {as_text(self.budget)}, {self.best.same}'
 
+# %% ../../nbs/know/what_fits.ipynb #826d4fc7
 @patch(as_prop=True)
 def table(self:Fits):
     "The ways as a data frame; the time of the first way that fits is 1"
@@ -321,6 +333,7 @@ def table(self:Fits):
                 'time':time, 'samples/s':speed, 'what stays':o.same if o.time else ''}
     return pd.DataFrame(list(map(row, self.ways)))
 
+# %% ../../nbs/know/what_fits.ipynb #516b1d4a
 @patch
 def __repr__(self:Fits): return f'{self.title}\n\n{self.table.to_string(index=False)}\n\n{self.note}'
 
@@ -339,9 +352,10 @@ def plot(self:Fits):
     colors = ['tab:green' if o is self.best else 'tab:red' if o.fits is False else 'tab:blue' for o in ways]
     fig,(mem,time) = plt.subplots(1, 2, figsize=(10, 1+.3*len(ways)), sharey=True)
     mem.barh(names, [o.peak/1024**2 for o in ways], color=colors)
-    if self.budget: mem.axvline(self.budget/1024**2, color='k', ls='--', label='budget'); mem.legend()
+    if self.budget: mem.axvline(self.budget/1024**2, color='k', ls='--')
     time.barh(names, [1000*o.time for o in ways], color=colors)
-    mem.set_xlabel('peak memory of a step, MB'); time.set_xlabel('time of a step, ms')
+    mem.set_xlabel('peak memory of a step, MB' + ' (dashed: the budget)'*bool(self.budget))
+    time.set_xlabel('time of a step, ms')
     fig.tight_layout()
 
 # %% ../../nbs/know/what_fits.ipynb #a397865c

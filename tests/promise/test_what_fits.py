@@ -110,7 +110,7 @@ def test_says_why_there_is_no_suggestion():
     found = fits(learn)
     assert found.best is None and "budget='8GB'" in found.reason and all(o.fits is None for o in found.ways)
     found = fits(learn, '10kB')
-    assert found.best is None and found.reason.startswith('Nothing fits in 0.00977 MB: `learn.micro_batch(1)')
+    assert found.best is None and found.reason.startswith('Nothing fits in 10 KB: `learn.micro_batch(1)')
     for o in repr(found),found._repr_html_(): assert found.reason.split('`')[0] in o and 'gradient_checkpointing' in o
     found.plot()
 
