@@ -115,6 +115,16 @@ def test_with_a_simulated_gpu():
     exact = ways['learn.micro_batch(8, exact=True)']
     assert exact.is_same and exact.peak<.8*whole.peak
 
+def test_the_budget_of_a_gpu(monkeypatch):
+    "With a stand-in for the allocator: 1000 bytes are free, 300 are kept for new tensors, and `f` takes 250 at its peak"
+    now = dict(memory_allocated=500, memory_reserved=800, max_memory_allocated=500)
+    for k in now: monkeypatch.setattr(torch.cuda, k, lambda d, k=k: now[k])
+    monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda d: (1000, 9999))
+    for k in 'synchronize','reset_peak_memory_stats': monkeypatch.setattr(torch.cuda, k, noop)
+    device = torch.device('cuda')
+    assert what_fits.free_bytes(device)==.9*1300
+    assert what_fits.peak_bytes(lambda: now.update(memory_allocated=600, max_memory_allocated=750), device)==250
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 def test_on_a_gpu():
     learn = learner(bs=64, px=64)
