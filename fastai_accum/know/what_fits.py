@@ -191,7 +191,7 @@ def look(self:Trials):
 @patch
 def what_stays(self:Trials, cbs, told):
     "What the training with `cbs` keeps, in words; `told` are its warnings"
-    if any('could not be proved' in str(o.message) for o in told): return 'not proved'
+    if any('not known whether' in str(o.message) for o in told): return 'not proved'
     cut = first(cbs, risinstance(MicroBatch))
     if cut is None or cut.exact or cut.size>=self.n: return _same
     if self.compares: return 'not the same: the model compares samples'

@@ -115,6 +115,12 @@ def test_with_a_simulated_gpu():
     exact = ways['learn.micro_batch(8, exact=True)']
     assert exact.is_same and exact.peak<.8*whole.peak
 
+def test_a_way_that_could_not_be_proved_is_not_called_the_same():
+    model = net()
+    model.lock = threading.Lock()   # cannot be copied, so there is no proof
+    ways = {o.line:o for o in check(learner(model)).ways}
+    assert ways['learn.gradient_checkpointing()'].same=='not proved'
+
 def test_the_budget_of_a_gpu(monkeypatch):
     "With a stand-in for the allocator: 1000 bytes are free, 300 are kept for new tensors, and `f` takes 250 at its peak"
     now = dict(memory_allocated=500, memory_reserved=800, max_memory_allocated=500)
