@@ -211,8 +211,7 @@ def measure(self:Trials, way):
         new = there()-before-held
         way.peak = max(0, new+peak_bytes(lambda: learn.fit(1, cbs=[*cbs, meter]), self.device))
         way.same = self.what_stays([*learn.cbs, *cbs], told)
-    (start,n),(end,m) = meter.log[0],meter.log[-1]
-    way.time,way.n = (end-start)/self.n_try,(m-n)//self.n_try
+    way.time,way.n = min((t-s, m-n) for (s,n),(t,m) in zip(meter.log, meter.log[1:]))   # the step least disturbed
     if self.budget: way.fits = way.peak<=self.budget
 
 # %% ../../nbs/know/what_fits.ipynb #3240aa0f
