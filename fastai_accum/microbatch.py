@@ -24,7 +24,7 @@ from .windows import batch_size,n_of
 class MicroBatch(WindowCallback):
     "Cut each batch into slices of `bs` samples; the training is the same as with the whole batch"
     # `learn.micro_batch` is the method; `whole`, set by `fastai_accum.exact`, makes the runner of an exact epoch
-    # `prove`, set by `fastai_accum.know.prove`, tries the way that the slices run before the first step
+    # `prove`, set by `fastai_accum.know.prove`, tries before the first step whether the training is the same
     name,cuts,whole,prove = 'micro_batches',True,None,None
     _stateattrs = 'window','way'
     def __init__(self,

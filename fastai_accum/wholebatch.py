@@ -30,14 +30,16 @@ def twice(learn, forward, xb, parts, sizes, cut=None):
 # %% ../nbs/wholebatch.ipynb #3d31ee66
 def recomputed(forward, part, state):
     "The predictions of `forward` for `part`; the backward pass computes them again, from the `state` before them"
-    preds,needed = None,None
+    preds = needed = None
     tensors = [o for _,o in leaves(part) if isinstance(o, Tensor)]
     def run(_, *xs):
-        nonlocal preds,needed
+        nonlocal preds,needed,state
         xs = iter(xs)
         args = tree_map(lambda o: next(xs) if isinstance(o, Tensor) else o, part)
         if torch.is_grad_enabled():
-            with state.again(): return tuple(o for _,o in leaves(forward(*args)))
+            with state.again(): res = tuple(o for _,o in leaves(forward(*args)))
+            state = None   # it leads to the learner, and so to this function again
+            return res
         before = versions(part)
         with torch.enable_grad(): preds = forward(*args)   # to see which predictions need a gradient
         if versions(part)!=before:

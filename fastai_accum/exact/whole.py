@@ -9,7 +9,6 @@ __all__ = ['Whole', 'refuse', 'few_samples', 'settings', 'watch', 'alone', 'chec
 
 # %% ../../nbs/exact/whole.ipynb #68a53796
 from contextlib import contextmanager,nullcontext
-from weakref import WeakSet
 from fastai.basics import *
 from .draws import Dealt,Deck,Differs,Draws,batch_dims,running
 from .lockstep import AtNorms,Lockstep,in_thread
@@ -23,7 +22,6 @@ from ..wholebatch import recomputed,twice
 # %% ../../nbs/exact/whole.ipynb #d67a42c5
 class Whole:
     "Runs the slices of each batch of an epoch with the batch norm and the random numbers of the whole batch"
-    told = WeakSet()   # the `MicroBatch` objects that have printed which way they go
     def __init__(self,
         micro # The `MicroBatch` that cuts the batches
     ):
@@ -41,10 +39,9 @@ class Whole:
             p = self.plan(state, forward, xb, sizes, cut)
             try: return self.run_slices(p, state, forward, parts, sizes)
             except BaseException: state.restore(); raise
-        try: res = run()
-        except Differs: self.plans.clear(); res = run()   # something was switched since the plan was made
-        if learn.training: self.tell()
-        return res
+        try: return run()
+        except Differs: self.plans.clear()   # something was switched since the plan was made
+        return run()
 
 # %% ../../nbs/exact/whole.ipynb #28d41b96
 def refuse(model):
@@ -146,17 +143,6 @@ def check(plan, turns, n):
     odd = [type(o).__name__ for o in state.held.changed() if turns.objects is not None and id(o) not in known]
     if not plan.draws: odd += [type(g).__name__ for g,was in state.random.was[2:] if not g.get_state().equal(was)]
     if odd: raise Differs(f"{_differs} changes a {odd[0]}, although it changed none {_before}")
-
-# %% ../../nbs/exact/whole.ipynb #3f9ed79c
-@patch
-def tell(self:Whole):
-    "Print which way the slices go, once for each `MicroBatch`"
-    if self.micro in self.told or rank_distrib(): return
-    self.told.add(self.micro)
-    n = len(last(self.plans.values()).norms)
-    how = (f"gives {n} batch norm{'s'*(n>1)} the statistics of the whole batch" if n
-           else "runs each slice twice, because the model has no batch norm")
-    print(f"MicroBatch: exact=True {how}")
 
 # %% ../../nbs/exact/whole.ipynb #6dcd3e54
 MicroBatch.whole = Whole

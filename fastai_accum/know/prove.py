@@ -205,7 +205,9 @@ def run(model, batches, n_inp, cbs=(), blind=False):
     with ExitStack() as stack:
         for o in (stay,InDouble(),PutBack(),*modes): stack.enter_context(o)
         getattr(Learner.fit, 'fastais', Learner.fit)(learn, 1, 0.)   # without what `turn_on_accumulation` adds
-    return learn.seen
+    seen = learn.seen
+    vars(learn).clear(); vars(seen).pop('learn'); gc.collect()   # the copy goes now, and not sometime
+    return seen
 
 # %% ../../nbs/know/prove.ipynb #96aa70ba
 tol = 1e-8   # rounding in float64 is smaller

@@ -81,7 +81,7 @@ def test_what_cannot_be_exact_is_refused_by_name():
 def test_it_says_once_what_it_does(capsys):
     learn = train(MicroBatch(3, exact=True))
     learn.fit(1)
-    assert capsys.readouterr().out.count('exact=True gives 3 batch norms the statistics of the whole batch')==1
+    assert capsys.readouterr().out.count('exact=True is proved on your model')==1
 
 # ---- GradientCheckpointing and OffloadActivations
 
