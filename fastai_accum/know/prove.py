@@ -7,11 +7,10 @@ Docs: https://fastai-accum.github.io/fastai_accum/know/prove.html.md"""
 # %% auto #0
 __all__ = ['tol', 'held', 'sketch', 'off', 'Seen', 'plain_loss', 'FairCoins', 'PutBack', 'Alike', 'by_itself', 'Blind', 'run',
            'differences', 'first_unlike', 'NotTried', 'Proof', 'prove', 'few_samples', 'smaller', 'tries', 'settings',
-           'fresh', 'guard', 'refuse', 'raised_in']
+           'fresh', 'guard', 'refuse']
 
 # %% ../../nbs/know/prove.ipynb #7e343ce2
-import gc,inspect,time,traceback,warnings
-from contextlib import ExitStack
+import gc,inspect,time,warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from collections import deque
@@ -22,10 +21,9 @@ from fastai.callback.hook import Hook
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from ..exact.lockstep import AtNorms
-from .trial import InDouble,Middles,_double,apart,in_double
+from .trial import Middles,_double,apart,in_double,train
 from ..memory.checkpointing import GradientCheckpointing
 from ..microbatch import MicroBatch
-from ..replace import lent
 from ..held import RandomState,accelerators
 from ..rewind import is_out_of_memory
 from ..slices import join,leaves,n_rows,slices,tree_map
@@ -196,18 +194,9 @@ def run(model, batches, n_inp, cbs=(), blind=False):
     "Train `model` on `batches` with the callbacks `cbs`; return what was seen"
     batches = tree_map(_double, deepcopy(batches))   # the model may change its input
     dls = SimpleNamespace(train=batches, loaders=[batches], n_inp=n_inp)
-    learn = Learner(dls, model, plain_loss, SGD, cbs=[Seen(),*[Blind()]*blind,*cbs], default_cbs=False)
-    learn.logger,learn.create_mbar,learn._backward = noop,False,lambda: torch.autograd.backward(learn.loss_grad)
-    for o in cbs: o.prove = None
+    learn = Learner(dls, model, plain_loss, SGD, cbs=[Seen(),*[Blind()]*blind], default_cbs=False)
     modes = [AtNorms(by_itself),Alike()] if blind else [FairCoins()]
-    stay = lent(torch.autograd, has_torch_function=lambda _: False)   # or a backward pass would leave all modes
-    random.seed(0); np.random.seed(0); torch.manual_seed(0)
-    with ExitStack() as stack:
-        for o in (stay,InDouble(),PutBack(),*modes): stack.enter_context(o)
-        getattr(Learner.fit, 'fastais', Learner.fit)(learn, 1, 0.)   # without what `turn_on_accumulation` adds
-    seen = learn.seen
-    vars(learn).clear(); vars(seen).pop('learn'); gc.collect()   # the copy goes now, and not sometime
-    return seen
+    return train(learn, cbs, [PutBack(),*modes]).seen
 
 # %% ../../nbs/know/prove.ipynb #96aa70ba
 tol = 1e-8   # rounding in float64 is smaller
@@ -250,12 +239,12 @@ def prove(
 )->Proof:
     "Train copies of `model` on `batches`, as a whole and with the callbacks, and compare"
     start = time.time()
-    def train(cbs=lambda _: [], jitter=False):
-        copy = in_double(model, device, shared)
+    def trial(cbs=lambda _: [], jitter=False):
+        copy = in_double(model, device, {id(o):o for o in shared})
         for p in copy.parameters() if jitter else (): p.data *= 1 + 2e-16*torch.randn_like(p)
         return run(copy, batches, n_inp, cbs(copy), blind)
     with apart(model), ThreadPoolExecutor(1) as pool:   # Ctrl-C waits, and a new thread has no autocast and no modes
-        res = pool.submit(_compare, train, cbs).result()
+        res = pool.submit(_compare, trial, cbs).result()
     return Proof(*res, len(leaves(batches[0])[0][1]), time.time()-start)
 
 # %% ../../nbs/know/prove.ipynb #c2167557
@@ -348,19 +337,13 @@ def _is_tried(cb): return isinstance(cb, GradientCheckpointing) or vars(cb).get(
 def refuse(who, model, proof):
     e,arg = proof.raised,who.removeprefix('MicroBatch: ').removesuffix('=True')
     how = 'leaves something else behind: '+', '.join(f'{k} (relative error {v:.2g})' for k,v in proof.differs[:3])
-    if e is None: where = type(model.get_submodule(proof.where or '')).__name__ + f' {proof.where!r}'*bool(proof.where)
-    else: how,where = f"raises {type(e).__name__}: {e}",raised_in(e) or type(model).__name__
+    if proof.where: how += f", first in the {type(model.get_submodule(proof.where)).__name__} {proof.where!r}"
+    if e is not None: how = f"raises {type(e).__name__}: {e}"
     hint = ("Leave this module out of blocks, or write" if arg==who else
             f"Leave {arg} out, or write GradientCheckpointing() or")+" OffloadActivations() in its place"
     if 'past_key_values' in how: hint = "Set model.config.use_cache=False, since the training does not need this cache"
-    elif str(e).startswith(who): raise ValueError(f"{e} (in the {where})") from e
+    elif str(e).startswith('MicroBatch:'): raise ValueError(str(e)) from e
     raise ValueError(f"{who} is not possible: in a trial on a copy, the whole batch is fine, but this way the model "
-                     f"{how}. It begins in the {where}. {hint}") from e
-
-def raised_in(e):
-    "The class of the innermost module of the model that was running when `e` was raised"
-    frames = [f.f_locals.get('self') for f,_ in traceback.walk_tb(e.__traceback__)]
-    own = [type(o) for o in frames if isinstance(o, nn.Module) and not type(o).__module__.startswith('torch.')]
-    return own[-1].__name__ if own else None
+                     f"{how}. {hint}") from e
 
 MicroBatch.prove = GradientCheckpointing.prove = guard

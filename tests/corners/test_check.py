@@ -10,7 +10,7 @@ from fastai.callback.training import GradientClip
 from fastai_accum.all import *
 from fastai_accum.know.check import *
 from fastai_accum.patch import accumulation_settings
-from fastai_accum.know.trial import tol
+from fastai_accum.know.prove import tol
 
 if not hasattr(torch, 'get_autocast_dtype'):
     pytest.skip('check_accumulation needs PyTorch 2.4 or later, as its error says', allow_module_level=True)
