@@ -56,6 +56,7 @@ class Remembered:
 def look(self:Remembered, o, is_data):
     "Note `o`, and return what it holds"
     if isinstance(o, torch.device): self.devices.add(o)
+    if is_generator(o): self.objects.append(o)
     if isinstance(o, Tensor) and (not is_data or may_be_order(o)): self.look_at_tensor(o)
     if isinstance(o, np.ndarray) and o.flags.writeable and not isinstance(o, np.memmap):
         if not is_data or may_be_order(o): self.arrays.append((o, o.copy()))
@@ -63,7 +64,7 @@ def look(self:Remembered, o, is_data):
     if isinstance(o, partial): return [o.func, *o.args, *o.keywords.values()]
     if has_own_life(o): return []
     own = [c for c in (o, getattr(o, '__dict__', None)) if isinstance(c, (list,dict,set,deque))]
-    self.objects += own + [o]*is_generator(o)
+    self.objects += own
     inside = [[*c, *c.values()] if isinstance(c, dict) else c for c in own + [o]*isinstance(o, tuple)]
     return [v for vs in inside if not is_data or len(vs)<200 for v in vs]
 
