@@ -9,30 +9,29 @@ __all__ = ['Cause', 'Check', 'plain', 'Inside', 'Bench', 'anew', 'shares']
 
 # %% ../../nbs/know/check.ipynb #4f79e3b3
 import gc
-from contextlib import ExitStack,contextmanager
+from contextlib import ExitStack,contextmanager,suppress
 from dataclasses import dataclass
 from html import escape
 from numbers import Integral
 from fastai.basics import *
-from ..core import AccumulateStep,WindowCallback
+from ..core import AccumulateStep
 from ..extras.batchnorm import BatchNormEval,to_group_norm
 from ..held import Held,accelerators,held,is_generator,shared
-from ..loss import base_loss,count_samples,loss_weight
+from ..loss import base_loss,loss_weight
 from ..memory.checkpointing import GradientCheckpointing
 from ..memory.offload import OffloadActivations
 from ..microbatch import MicroBatch
 from ..patch import accumulation_settings
 from ..rewind import is_out_of_memory
 from ..slices import join,leaves,slices,tree_map
-from ..windows import batch_size
+from ..windows import batch_size,n_of
 from .trial import Given,InDouble,Middles,_double,apart,first_batch,in_double,train
 from .unchanged import LoaderState
 if hasattr(torch, 'get_autocast_dtype'):
     from fastai_accum.exact.draws import Draws,running
     from fastai_accum.exact.lockstep import AtNorms
-    from fastai_accum.exact.whole import refuse
-    from fastai_accum.know.prove import NotTried,Seen,by_itself,first_unlike,fresh,off,prove,tol,tries
-    from fastai_accum.know.prove import refuse as refuse_way
+    from fastai_accum.exact.whole import refuse as refuse_exact
+    from fastai_accum.know.prove import NotTried,Seen,by_itself,first_unlike,fresh,off,prove,refuse,tol,tries
 
 # %% ../../nbs/know/check.ipynb #fb7b5acc
 @dataclass
@@ -73,7 +72,8 @@ def __repr__(self:Check):
 @patch
 def _repr_html_(self:Check):
     "The same as a table, in the colours of the page"
-    def row(tag, *vs): return '<tr>' + ''.join(f'<{tag} style="text-align:left">{escape(v)}</{tag}>' for v in vs) + '</tr>'
+    def row(tag, *vs):
+        return '<tr>' + ''.join(f'<{tag} style="text-align:left">{escape(v)}</{tag}>' for v in vs) + '</tr>'
     rows = [row('td', o.kind, o.place, f'{o.error:.2g}', o.remedy) for o in self.causes]
     table = f"<table>{row('th', 'cause', 'where', 'error', 'remedy')}{''.join(rows)}</table>" if rows else ''
     return f'<div><p><b>{escape(self.title)}</b></p>{table}<p><small>{escape(self.note)}</small></p></div>'
@@ -154,10 +154,7 @@ class Bench:
         self.plan(batch, bs)
 
 def _copies(o, memo):
-    try:
-        with InDouble(): deepcopy(o, dict(memo))
-        return True
-    except Exception: return False
+    with InDouble(),suppress(Exception): deepcopy(o, dict(memo)); return True
 
 # %% ../../nbs/know/check.ipynb #c1000005
 @patch
@@ -168,7 +165,7 @@ def plan(self:Bench, batch, bs):
     self.is_own = bool(self.acc or self.cut or on)
     if self.acc is None and (on or self.cut is None): self.acc = AccumulateStep(**(on or dict(n_step=2)))
     self.split,self.bs = getattr(self.cut, 'split', None) or slices,batch_size(self.learn.dls.train)
-    n,self.own = min(bs, self.n_of(batch)),self.cut.bs if self.cut and self.cut.bs!='auto' else self.bs
+    n,self.own = min(bs, n_of(self.learn.dls, batch)),self.cut.bs if self.cut and self.cut.bs!='auto' else self.bs
     if n<2: raise ValueError(f"check_accumulation: the first training batch has {n} sample, and at least 2 are needed"
                              "; set a larger batch size in the loader")
     both = 1 + bool(self.acc and self.cut)
@@ -178,9 +175,6 @@ def plan(self:Bench, batch, bs):
     def moved(o): return _double(o.to(self.device)) if isinstance(o, Tensor) else o
     self.keeps_loss,self.rounding,self.known = False,0.,{}
     self.batch = tree_map(moved, self.split(batch, self.n)[0])
-
-@patch
-def n_of(self:Bench, b): return count_samples(b[self.n_inp:], b[:self.n_inp])
 
 # %% ../../nbs/know/check.ipynb #c1000006
 @patch
@@ -195,7 +189,8 @@ def anew(cb):
 @patch
 def windows(self:Bench, **kwargs):
     "The samples as batches of the loader, and the learner's own callbacks for these sizes, with other settings"
-    batches,cbs = self.split(self.batch, self.step) if self.acc else [self.batch],[anew(o) for o in (self.acc,self.cut) if o]
+    batches = self.split(self.batch, self.step) if self.acc else [self.batch]
+    cbs = [anew(o) for o in (self.acc,self.cut) if o]
     vars(cbs[0]).update(kwargs)
     if self.acc: vars(cbs[0]).update(dict(n_samples=self.n) if self.acc.n_samples else dict(n_step=len(batches)))
     if self.cut: cbs[-1].bs = self.size
@@ -206,16 +201,17 @@ def windows(self:Bench, **kwargs):
 def copied(self:Bench, batches, cbs):
     "A copy of the learner that trains on `batches`, with the suspects `cbs`"
     learn,dls = self.learn,copy(self.learn.dls)
-    dl,loaders = Given(dls.train, batches, self.n_of(batches[0])),getattr(dls, 'loaders', [dls.train])
+    dl,loaders = Given(dls.train, batches, n_of(dls, batches[0])),getattr(dls, 'loaders', [dls.train])
     vars(dls).update(dict(loaders=[dl, *loaders[1:]]) if 'loaders' in vars(dls) else dict(train=dl))
     if '_device' in vars(dls): dls._device = self.device
     data = [x for o in loaders for x in (o, getattr(o, 'dataset', None))]
     memo = {**self.memo, **{id(o):o for o in data}, id(learn.dls):dls}
     memo[id(learn.model)] = in_double(self.model, self.device, memo)
     res = in_double(learn, self.device, memo)
-    for k in [k for k,v in vars(learn).items() if isinstance(v, Callback) and vars(res).get(k) is None]: vars(res).pop(k)
+    for k,v in vars(learn).items():
+        if isinstance(v, Callback) and vars(res).get(k) is None: vars(res).pop(k)   # a callback that was not copied
     vars(res).update(opt_func=SGD, opt=None, cbs=L(o for o in res.cbs if o), gather_preds=True)   # loggers keep off
-    res.loss_func = getattr(res.loss_func, '_orig_mod', getattr(res.loss_func, '_torchdynamo_orig_callable', res.loss_func))
+    for k in '_orig_mod','_torchdynamo_orig_callable': res.loss_func = getattr(res.loss_func, k, res.loss_func)
     return res.remove_cbs([memo[id(o)] for o in self.suspects if o not in cbs])
 
 # %% ../../nbs/know/check.ipynb #c1000008
@@ -260,8 +256,9 @@ def error(self:Bench, on, cbs, way=None, extra=()):
         ref = self.large(on, cbs, extra, seed)
         self.raw = err = _gap(self.run((batches,windows), on, cbs, extra, seed), ref)
         if err>tol:   # batch norm over few samples amplifies rounding
-            self.rounding = max(self.rounding, _gap(self.large(on, cbs, extra, seed, jitter=True), ref))
-            return err if err>100*self.rounding else tol
+            rounding = _gap(self.large(on, cbs, extra, seed, jitter=True), ref)
+            self.rounding = max(self.rounding, rounding)
+            return err if err>100*rounding else tol
         if not self.look.draws or 'dropout' not in on or getattr(windows[-1], 'exact', False): break
     return err   # draws may be equal by luck, so there were several trials
 
@@ -310,12 +307,17 @@ def check(self:Bench):
     "The result of `check_accumulation`"
     self.watch()
     g = self.large(_kinds, self.suspects).seen.kept['the gradient'][0][1]
-    for bad,what in (not g.any(),'zero, so there is nothing to compare; check that the loss depends on the parameters'), (
-                     not g.isfinite().all(),'not finite (NaN or infinite); fix this first'):
-        if bad: raise ValueError(f"check_accumulation: the gradient of {self.n} samples is {what}")
+    if not g.any() or not g.isfinite().all():
+        what = 'not finite (NaN or infinite); fix this first' if g.any() else (
+            'zero, so there is nothing to compare; check that the loss depends on the parameters')
+        raise ValueError(f"check_accumulation: the gradient of {self.n} samples is {what}")
     above,err = self.error(_kinds, self.suspects)>tol,self.raw
     causes = self.causes(err) if above else []
-    return Check(err, causes, self.compared(), self.left_out, self.title(err, causes))
+    smaller = self.own and self.own>self.size and any(o.kind=='batch norm' for o in causes)
+    title = (f"The micro-batches {'do not give' if causes else 'give'} the same gradient as the large batch: relative "
+             f"error {err:.2g}")
+    if smaller: title += f' in micro-batches of {self.size}; in yours, of {self.own}, it is smaller'
+    return Check(err, causes, self.compared(), self.left_out, title)
 
 @patch
 def compared(self:Bench):
@@ -328,13 +330,6 @@ def compared(self:Bench):
     return (f"Compared: one step on {self.n} samples of the first training batch, at once and as {self.n//self.size} × "
             f"{self.size}{yours}, with {own}{example}. The loss is {_name(self.learn.loss_func)}. Everything runs in "
             f"float64 on {self.device.type}{loose*(self.rounding>tol)}")
-
-@patch
-def title(self:Bench, err, causes):
-    smaller = self.own and self.own>self.size and any(o.kind=='batch norm' for o in causes)
-    size = f' in micro-batches of {self.size}; in yours, of {self.own}, it is smaller' if smaller else ''
-    give = 'do not give' if causes else 'give'
-    return f'The micro-batches {give} the same gradient as the large batch: relative error {err:.2g}{size}'
 
 def _line(cb): return re.sub(r'<function (\S+) at \w+>', r'\1', repr(cb))
 def _name(f): return getattr(f := base_loss(f), '__name__', type(f).__name__)
@@ -349,21 +344,19 @@ def causes(self:Bench, total):
     need = [o for o in self.suspects if not runs([p for p in self.suspects if p is not o])]   # no suspects
     rest,loss = self.error([], need),self.error(['loss'], need)
     def adds(e): return e>tol and (rest<=tol or abs(e-rest)>1e-6*rest)
-    found = {}
+    acts = {}   # callbacks that are causes
     for o in self.suspects:
         if o in need: continue
         e = self.error([], [*need,o])
         if e<=tol and loss<=tol: e = self.error(['loss'], [*need,o])   # it may depend on the size of the gradient
-        if adds(e): found[o] = e
-    self.base = [o for o in self.suspects if o not in found]   # such as `BatchNormEval`, which switches a suspect off
-    one = {k:self.error([k], self.base) for k in ('batch norm','dropout')}
-    found = {**{k:e for k,e in one.items() if adds(e)}, **found}
+        if adds(e): acts[o] = e
+    self.base = [o for o in self.suspects if o not in acts]   # such as `BatchNormEval`, which switches a suspect off
+    found = {k:e for k in ('batch norm','dropout') if adds(e := self.error([k], self.base))}
     if not self.keeps_loss and loss>tol and (rest<=tol or self.fits() is False): found['loss'] = loss
+    found.update(acts)
     if rest>tol or not found: found['unknown'] = rest if rest>tol else total
     self.ways = ['coupled','exact']
-    return [self.explained(k, e) for k,e in sorted(found.items(), key=lambda o: _order(o[0]))]
-
-def _order(k): return ['batch norm','dropout','loss',None,'unknown'].index(k if isinstance(k, str) else None)
+    return [self.explained(k, e) for k,e in found.items()]
 
 # %% ../../nbs/know/check.ipynb #c1000014
 @patch
@@ -372,9 +365,11 @@ def explained(self:Bench, k, err):
     kind = k if isinstance(k, str) else 'augmentation' if hasattr(type(k), 'before_batch') else 'callback'
     where = {'batch norm':self.look.norms, 'dropout':self.look.draws, 'loss':[_name(self.learn.loss_func)]}.get(kind)
     if kind=='unknown':
-        where = [first_unlike(self.run(self.windows(), [], self.base).seen, self.large([], self.base).seen) or type(self.model).__name__]
-    on,cbs = ([k] if k in _kinds else []),self.base + [k]*(k not in (*_kinds,'unknown'))
-    return Cause(kind, list(dict.fromkeys(where or [type(k).__name__])), err, '; or '.join(self.remedies(kind, on, cbs)))
+        ours,whole = self.run(self.windows(), [], self.base).seen,self.large([], self.base).seen
+        where = [first_unlike(ours, whole) or type(self.model).__name__]
+    on,cbs = ([k] if k in _kinds else []),self.base + [k]*(kind in ('augmentation','callback'))
+    where,lines = list(dict.fromkeys(where or [type(k).__name__])),self.remedies(kind, on, cbs)
+    return Cause(kind, where, err, '; or '.join(lines))
 
 @patch
 def remedies(self:Bench, kind, on, cbs):
@@ -387,17 +382,16 @@ def remedies(self:Bench, kind, on, cbs):
             if mends(partial(self.windows, **{k:eval(v) for k,v in o.items()})): return [self.own_line(**o)]
     res = []
     if kind=='loss' and mends(self.by_shares):
-        how = '; write a function f(pred, *yb) that returns the number that your loss divides by'
-        res = [self.own_line(weight='f')+how]
+        res = [self.own_line(weight='f')+'; write a function f(pred, *yb) that returns what your loss divides by']
     for k in ['exact'] if kind in ('batch norm','dropout') else self.ways:
-        if not mends(partial(self.whole, **{k:True})) or not self.proved(MicroBatch(3, **{k:True})): continue
-        if kind in ('batch norm','dropout'): self.ways = ['exact','coupled']   # one line for all causes
-        res += [self.line(k)]; break
+        if mends(partial(self.whole, **{k:True})) and self.proved(MicroBatch(3, **{k:True})):
+            if kind!='loss' and k=='exact': self.ways = ['exact','coupled']   # one line for all causes
+            res += [self.line(k)]; break
     if kind=='batch norm':
         res += [o for o in ('learn.add_cb(BatchNormEval())','to_group_norm(learn.model)') if mends(None, o)]
-    if kind=='dropout':    res += ['do nothing: other dropout masks are just as good']
+    if kind=='dropout': res += ['do nothing: other dropout masks are just as good']
     if kind=='unknown' and not res: res = ['rewrite the module so that it computes each sample by itself']
-    keep = [o for o in (GradientCheckpointing,OffloadActivations) if kind=='unknown' or not res if self.proved(o())]
+    keep = [o for o in (GradientCheckpointing,OffloadActivations) if (kind=='unknown' or not res) and self.proved(o())]
     if keep: res += ['keep the large batch in memory with '+' or '.join(f'{o.__name__}()' for o in keep)]
     return res or ['no setting that was tried makes it exact']
 
@@ -431,10 +425,8 @@ def own_line(self:Bench, **kwargs):
 @patch
 def line(self:Bench, k):
     "The line for a `MicroBatch` that shows the whole batch"
-    bs = getattr(self.cut, 'bs', 'auto')
-    if bs=='auto': bs = self.bs or self.size
     instead = ' instead of AccumulateStep' if self.is_own and self.acc else ''
-    return f"MicroBatch(bs={bs}, {k}=True){instead}, with the large batch size in the loader"
+    return f"MicroBatch(bs={self.own or self.size}, {k}=True){instead}, with the large batch size in the loader"
 
 # %% ../../nbs/know/check.ipynb #c1000016
 @patch
@@ -452,7 +444,7 @@ def proof(self:Bench, cb):
 def proved(self:Bench, cb):
     "Whether the learner may train with the callback"
     try:
-        if getattr(cb, 'exact', False): refuse(self.learn.model)
+        if getattr(cb, 'exact', False): refuse_exact(self.learn.model)
         p = self.proof(cb)
     except ValueError: return False
     return bool(p and not p.raised and not p.differs)
@@ -463,18 +455,17 @@ def keeps(self:Bench):
     cbs = self.learn.cbs.filter(risinstance((GradientCheckpointing,OffloadActivations)))
     if self.is_own or not cbs: return
     proofs,names = [self.proof(o) for o in cbs],' and '.join(type(o).__name__ for o in cbs)
-    for p in proofs:
-        if p and (p.raised or p.differs): refuse_way(names, self.model, p)
-    if not all(proofs): return
-    error = max(p.error for p in proofs)
-    how = f'up to rounding, {error:.0e}' if error else 'bit for bit'
+    for p in filter(None, proofs):
+        if p.raised or p.differs: refuse(names, self.model, p)
+    if None in proofs: return
+    how = f'up to rounding, {error:.0e}' if (error := max(p.error for p in proofs)) else 'bit for bit'
     return Check(error, [], f'Proved on {proofs[0].n} samples of the first batch, with a loss that is a plain mean', [],
                  f'Your learner trains on whole batches. {names} gives their gradient {how}')
 
 # %% ../../nbs/know/check.ipynb #ac824e9e
 @patch
 def check_accumulation(self:Learner,
-    bs:int=16 # Samples to compare, at most one batch of the loader; they are cut into micro-batches of your size, or in half
+    bs:int=16 # Samples to compare, at most one batch; they are cut into micro-batches of your size, or smaller ones
 )->Check: # The result, which a notebook shows as a table
     "Check whether micro-batches give the same gradient as the large batch, and find the causes if they do not"
     if isinstance(bs, bool) or not isinstance(bs, Integral) or bs<2:

@@ -40,16 +40,12 @@ def first_batch(learn):
     finally: was.restore()
 
 # %% ../../nbs/know/trial.ipynb #e0301e68
-class Given:
+class Given(GetAttr):
     "Stands in for the training loader `dl`: yields `batches` of at most `bs`, and has all other attributes of `dl`"
-    _DataLoader__idxs = batch_sampler = None
-    shuffle = drop_last = False
+    _default,_DataLoader__idxs,batch_sampler,shuffle,drop_last = 'dl',None,None,False,False
     def __init__(self, dl, batches, bs): self.dl,self.batches,self.bs,self.n = dl,batches,bs,bs*len(batches)
     def __len__(self): return len(self.batches)
     def __iter__(self): return (tree_map(copy_of, b) for b in self.batches)
-    def __getattr__(self, k):
-        if k.startswith('__') or k=='dl': raise AttributeError(k)
-        return getattr(self.dl, k)
 
 def copy_of(o): return o.clone() if isinstance(o, Tensor) else o.copy()   # a model may change its input
 
@@ -136,18 +132,11 @@ def apart(model):
     finally: torch.set_default_dtype(dtype); was.restore()
 
 # %% ../../nbs/know/trial.ipynb #a5603a16
-_middle = {
-    'randint':      lambda a: ((a.get('low') or 0)+a['high'])//2,
-    'rand':         lambda a: .5,
-    'rand_like':    lambda a: .5,
-    'randn':        lambda a: 0,
-    'randn_like':   lambda a: 0,
-    'bernoulli':    lambda a: a['self'] if a.get('p') is None else a['p'],
-    'bernoulli_':   lambda a: a['p'],
-    'uniform_':     lambda a: (a['from']+a['to'])/2,
-    'normal_':      lambda a: a['mean'],
-    'normal':       lambda a: a['mean'],
-    'exponential_': lambda a: 1/a['lambd']}
+_middle = dict(
+    randint=lambda a: ((a.get('low') or 0)+a['high'])//2, normal_=lambda a: a['mean'], normal=lambda a: a['mean'],
+    bernoulli=lambda a: a['self'] if a.get('p') is None else a['p'], bernoulli_=lambda a: a['p'],
+    uniform_=lambda a: (a['from']+a['to'])/2, exponential_=lambda a: 1/a['lambd'],
+    rand=lambda a: .5, rand_like=lambda a: .5, randn=lambda a: 0, randn_like=lambda a: 0)
 
 class Middles(TorchDispatchMode):
     "Random operations return the middle of their range, so dropout drops nothing; operations that are not listed draw"
