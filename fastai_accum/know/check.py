@@ -230,7 +230,9 @@ def run(self:Bench, way, on, cbs, extra=(), seed=0, looks=False, jitter=False):
         if 'more than 1 value per channel' not in str(e): raise
         raise ValueError("check_accumulation: batch norm needs two samples in a micro-batch, and here it has "
                          f"{self.size}; pass bs=4 or more, and load batches of 4 or more") from e
-    if learn.seen.grads: return learn
+    res = SimpleNamespace(seen=learn.seen, inside=learn.inside)
+    learn.remove_cbs(learn.cbs)   # or they would keep the copy
+    if res.seen.grads: return res
     raise RuntimeError("check_accumulation: the learner made no step on the first batch; a callback cancelled it")
 
 # %% ../../nbs/know/check.ipynb #c1000009
