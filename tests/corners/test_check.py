@@ -192,7 +192,7 @@ def test_weighted_or_coupled():
     weighted,unknown,coupled = (learner(loss_func=f, y=y).check_accumulation().causes[0].remedy
                                 for f,y in ((masked,None), (class_weights,None), (rmse,targets())))
     assert weighted=='AccumulateStep(n_step=2, weight=lambda pred, *yb: (yb[0]!=0).sum())'
-    assert 'weight=f' in unknown and 'the number that your loss divides by' in unknown
+    assert 'weight=f' in unknown and 'what your loss divides by' in unknown
     assert 'weight' not in coupled and 'coupled=True' in coupled
 
 def test_weight_of_settings():
