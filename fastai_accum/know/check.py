@@ -272,7 +272,7 @@ def shares(loss, pred, yb):
         gs = torch.autograd.grad(loss(pred, *yb), xs := _floats(pred), allow_unused=True)
         return torch.cat([(torch.zeros_like(x) if g is None else g).reshape(len(x), -1) for x,g in zip(xs, gs)], 1)
     with InDouble(),torch.enable_grad():
-        return [float((G*g).sum()/(g*g).sum().clamp(min=1e-300))
+        return [float((G*g).sum())/max(float((g*g).sum()), 1e-300)
                 for G,g in zip(grad(pred, *yb), (grad(*o).nan_to_num()[0] for o in slices((pred,*yb), 1)))]
 
 @patch
