@@ -7,10 +7,10 @@ Docs: https://fastai-accum.github.io/fastai_accum/know/prove.html.md"""
 # %% auto #0
 __all__ = ['tol', 'held', 'sketch', 'off', 'Seen', 'plain_loss', 'FairCoins', 'PutBack', 'Alike', 'by_itself', 'Blind', 'run',
            'differences', 'first_unlike', 'NotTried', 'Proof', 'prove', 'few_samples', 'smaller', 'tries', 'settings',
-           'fresh', 'guard', 'refuse']
+           'fresh', 'guard', 'refuse', 'raised_in']
 
 # %% ../../nbs/know/prove.ipynb #7e343ce2
-import gc,inspect,time,warnings
+import gc,inspect,time,traceback,warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from collections import deque
@@ -337,13 +337,19 @@ def _is_tried(cb): return isinstance(cb, GradientCheckpointing) or vars(cb).get(
 def refuse(who, model, proof):
     e,arg = proof.raised,who.removeprefix('MicroBatch: ').removesuffix('=True')
     how = 'leaves something else behind: '+', '.join(f'{k} (relative error {v:.2g})' for k,v in proof.differs[:3])
-    if proof.where: how += f", first in the {type(model.get_submodule(proof.where)).__name__} {proof.where!r}"
-    if e is not None: how = f"raises {type(e).__name__}: {e}"
+    if e is None: where = type(model.get_submodule(proof.where or '')).__name__ + f' {proof.where!r}'*bool(proof.where)
+    else: how,where = f"raises {type(e).__name__}: {e}",raised_in(e) or type(model).__name__
     hint = ("Leave this module out of blocks, or write" if arg==who else
             f"Leave {arg} out, or write GradientCheckpointing() or")+" OffloadActivations() in its place"
     if 'past_key_values' in how: hint = "Set model.config.use_cache=False, since the training does not need this cache"
-    elif str(e).startswith('MicroBatch:'): raise ValueError(str(e)) from e
+    elif str(e).startswith(who): raise ValueError(f"{e} (in the {where})") from e
     raise ValueError(f"{who} is not possible: in a trial on a copy, the whole batch is fine, but this way the model "
-                     f"{how}. {hint}") from e
+                     f"{how}. It begins in the {where}. {hint}") from e
+
+def raised_in(e):
+    "The class of the innermost module of the model that was running when `e` was raised"
+    frames = [f.f_locals.get('self') for f,_ in traceback.walk_tb(e.__traceback__)]
+    own = [type(o) for o in frames if isinstance(o, nn.Module) and not type(o).__module__.startswith('torch.')]
+    return own[-1].__name__ if own else None
 
 MicroBatch.prove = GradientCheckpointing.prove = guard
