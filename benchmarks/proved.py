@@ -219,7 +219,7 @@ if __name__=='__main__':
         for way in ways:
             rows.append(row(name, way))
             print(' | '.join(map(str, cells(rows[-1]))), flush=True)
-    cases = [] if args.only else list(of_kinds())
+    cases = [] if args.only and not args.save else list(of_kinds())
     print(table([(r, w, *(sum(c['what']==o for c in cases if (c['row'],c['way'])==(r,w)) for o in outcomes))
                  for r in dict.fromkeys(c['row'] for c in cases) for w in ways], ['model','way',*outcomes]))
     if args.save: print(save('proved', batch=bs, slice=small, rows=rows, cases=cases))

@@ -147,8 +147,7 @@ class Trials:
 def given(self:Trials):
     "The learner's `DataLoaders`, with one batch again and again"
     dls = copy(self.learn.dls)
-    n_inp = getattr(dls, 'n_inp', 1 if len(self.batch)==1 else len(self.batch)-1)
-    dl = Given(dls.train, [self.batch]*max(1, len(dls.train))*(20+self.n_try), n_inp, self.n)
+    dl = Given(dls.train, [self.batch]*max(1, len(dls.train))*(20+self.n_try), self.n)
     if 'loaders' in vars(dls): dls.loaders = [dl, *dls.loaders[1:]]
     else: dls.train = dl
     return dls

@@ -93,7 +93,7 @@ def test_dropout_is_the_same_with_exact():
     learn = learner(nn.Sequential(nn.Conv2d(1, 32, 3), nn.GELU(), nn.Dropout(.5), nn.Conv2d(32, 16, 3),
                                   nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3)))
     ways = fits(learn, int(.7*fits(learn).ways[0].peak))
-    assert ways.best.line=='learn.micro_batch(8, exact=True)'
+    assert re.fullmatch(r'learn.micro_batch\(\d, exact=True\)', ways.best.line)   # the fastest of them
     assert 'other dropout masks' in [o.same for o in ways.ways]
 
 def test_out_of_memory_is_a_row():
