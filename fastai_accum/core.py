@@ -202,10 +202,11 @@ def train_window(self:Epoch, i, batches):
 def end(self:Epoch, i, win):
     "Step, count the samples, and run `after_batch`"
     acc,learn,windows = self.acc,self.learn,self.windows
+    had_it = [] if win.is_last else self.each   # the loader may have ended early
     win.step()
     acc.counts.n_samples = self.n_before+windows.n_samples
     acc.counts.sizes.append(win.n_stepped)
-    cbs = learn.cbs.sorted('order').filter(lambda cb: cb not in self.each)
+    cbs = learn.cbs.sorted('order').filter(lambda cb: cb not in had_it)
     if acc.last_loss is None: cbs = cbs.filter(risinstance(TrainEvalCallback))   # nothing to log yet
     run_after_batch(cbs)
     if acc.varies or not windows.as_planned(i): learn.pct_train = (learn.epoch+windows.share_after(i))/learn.n_epoch
@@ -268,6 +269,7 @@ class Window:
 def run(self:Window, i, b, n, is_last):
     "One micro-batch of `n` samples: the learner's own `one_batch`, as far as the step"
     learn = self.learn
+    if self.is_last: run_after_batch(self.epoch.each)   # of the one before, which seemed to be the last
     self.micro = m = Micro(n)
     self.n_micro,self.is_last = self.n_micro+1,is_last
     self.acc.counts.n_micro += 1
@@ -276,7 +278,7 @@ def run(self:Window, i, b, n, is_last):
         raise RuntimeError(f"{self.acc}: a micro-batch has ended without the events of a step, maybe because the "
                            "learner steps by itself; let it step through `_do_grad_opt`")
     for met in self.epoch.metrics if m.end=='step' else (): met.accumulate(learn)
-    run_after_batch(self.epoch.each)
+    if not is_last: run_after_batch(self.epoch.each)
 
 # %% ../nbs/core.ipynb #435ca6b0
 class AtStep(BaseException): "Ends a micro-batch where the optimizer would step"

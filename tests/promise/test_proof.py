@@ -89,8 +89,15 @@ def test_nothing_is_disturbed(k, monkeypatch):
     with accumulation(2): learn.fit(1)
     assert len(seen)>=2 and seen[0]==seen[1]
 
+@pytest.fixture
+def interrupts():
+    "Ctrl-C raises KeyboardInterrupt, also where the tests run in the background, which ignores it"
+    was = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, was)
+
 @pytest.mark.parametrize('k', ways)
-def test_ctrl_c(k, monkeypatch):
+def test_ctrl_c(k, monkeypatch, interrupts):
     m = net()
     learn,run,times = learner(m, ways[k](m)),know_prove.run,[1]
     def interrupted(*args, **kwargs):
