@@ -12,7 +12,6 @@ from collections import namedtuple
 from contextlib import ExitStack,contextmanager
 from numbers import Integral,Real
 from fastai.basics import *
-from fastai.callback.schedule import ParamScheduler
 from matplotlib.ticker import LogFormatter
 from scipy import stats
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -208,7 +207,7 @@ def _branch(learn, n_step, n_epoch, lr):
     "The samples and the loss of each window of a branch, and its row of the table"
     acc,losses = _windows_of(n_step, _settings(learn)),_Losses()
     with unchanged(learn),learn.no_logging():
-        learn.remove_cbs(learn.cbs.filter(risinstance(ParamScheduler)))   # they would set the learning rate
+        learn.remove_cbs(learn.cbs.filter(risinstance('ParamScheduler')))   # they would set the learning rate
         learn.fit(n_epoch, lr, cbs=[acc, losses])
         values = dict(zip(list(learn.recorder.metric_names)[1:], first(learn.recorder.values[-1:]) or ()))
     if not losses.seen: raise ValueError(f"try_windows: {n_step=} made no step, because a callback ended the fit")
