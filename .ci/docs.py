@@ -3,7 +3,7 @@
     python .ci/docs.py site     # _docs, with Quarto if it is installed, otherwise with smalldocs
     python .ci/docs.py readme   # README.md, from nbs/index.ipynb
 """
-import html,re,shutil,subprocess,sys
+import base64,html,json,re,shutil,struct,subprocess,sys,yaml
 from inspect import Parameter,_empty as empty
 from pathlib import Path
 from types import NoneType,UnionType
@@ -98,7 +98,21 @@ def processed():
         write_nb(nb, p)
     return cache
 
+def menus():
+    "The notebooks of the reader's menu, and those of the developer's, as paths in `nbs`"
+    bars = yaml.safe_load((cfg.nbs_path/'_quarto.yml').read_text())['website']['sidebar']
+    return [[o if isinstance(o, str) else o['href'] for s in bar['contents'] for o in s['contents']] for bar in bars]
+
+def check_menus():
+    "Each notebook stands in one menu, and each entry of a menu is a notebook"
+    listed,there = sum(menus(), []),[p.relative_to(cfg.nbs_path).as_posix() for p in cfg.nbs_path.rglob('*.ipynb')]
+    wrong = {'is not there':set(listed)-set(there), 'is in no menu':set(there)-set(listed),
+             'is in the menus twice':{o for o in listed if listed.count(o)>1}}
+    wrong = [f'{o} {why}' for why,names in wrong.items() for o in sorted(names)]
+    if wrong: sys.exit('\n'.join(['nbs/_quarto.yml, sidebar:', *wrong]))
+
 def site():
+    check_menus()
     if shutil.which('quarto'): nbdev_docs.__wrapped__()
     else:
         cache = processed()
@@ -106,7 +120,10 @@ def site():
         smalldocs('render', '--strict', '--quiet', cache)
         shutil.rmtree(cfg.doc_path, ignore_errors=True)
         shutil.move(cache/cfg.doc_path.name, cfg.doc_path)
-    for p in cfg.doc_path.rglob('*.html'): p.write_text(stay_on_site(stacked(formulas(p.read_text())), p).replace('#LNone', ''))   # nbdev found no line
+    for p in cfg.doc_path.rglob('*.html'):
+        text = stay_on_site(stacked(formulas(p.read_text())), p).replace('#LNone', '')   # nbdev found no line
+        p.write_text(with_notebook(as_drawn(text, p), p))
+    search_for_readers(cfg.doc_path/'search.json')
     print(f'{len(list(cfg.doc_path.rglob("*.html")))} pages in {cfg.doc_path.name}/')
 
 def formulas(text):
@@ -133,6 +150,38 @@ def stay_on_site(text, p):
     "Make the links to pages of this site relative in page `p`: nbdev writes them with the site's address"
     up = '../'*(len(p.relative_to(cfg.doc_path).parts)-1) or './'
     return text.replace(f'<a href="{cfg.doc_host}{cfg.doc_baseurl}/', f'<a href="{up}')
+
+def with_notebook(text, p):
+    "Offer the notebook of page `p` below its title: to open it in Colab, and to download it"
+    nb = p.relative_to(cfg.doc_path).with_suffix('.ipynb')
+    if not (cfg.nbs_path/nb).exists(): return text
+    shutil.copy(cfg.nbs_path/nb, p.with_suffix('.ipynb'))
+    colab = f'{cfg.git_url}/blob/{cfg.branch}/nbs/{nb.as_posix()}'.replace('https://', 'https://colab.research.google.com/')
+    colab = colab.replace('google.com/github.com', 'google.com/github')
+    links = f'<a href="{colab}">Open in Colab</a> · <a href="{nb.name}" download>Download the notebook</a>'
+    return re.sub(r'(<header id="title-block-header".*?)(</header>)', rf'\1<p class="notebook-links">{links}</p>\2', text,
+                  count=1, flags=re.S)
+
+def as_drawn(text, p):
+    "Note the width of each plot as it was drawn: a point of matplotlib is one of the page, 1/72 of an inch"
+    def sized(m):
+        data = base64.b64decode(m[2][22:1022]) if m[2].startswith('data:image/png;base64,') else (p.parent/m[2]).read_bytes()
+        at = data.find(b'pHYs')   # pixels per metre
+        if at<0: return m[0]
+        pixels,per_metre = struct.unpack('>I', data[16:20])[0],struct.unpack('>I', data[at+4:at+8])[0]
+        return f'{m[1]}{m[2]}" style="--drawn:{pixels/per_metre/.0254*96:.0f}px"'
+    return re.sub(r'(<img\b[^>]*\bsrc=")(data:image/png;base64,[^"]*|[^":]*\.png)"', sized, text)
+
+# What readers search for, where the page says it in other words
+searched = {
+}
+
+def search_for_readers(p):
+    "Leave the developers' pages out of the search index `p`, and add the words that readers search for"
+    hidden = {Path(o).with_suffix('.html').as_posix() for o in menus()[1]}
+    entries = [e for e in json.loads(p.read_text()) if e['href'].split('#')[0] not in hidden]
+    for e in entries: e['section'] = searched.get(e['href'], e['section'])
+    p.write_text(json.dumps(entries, ensure_ascii=False))
 
 def readme():
     cache = processed()
