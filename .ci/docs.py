@@ -5,6 +5,7 @@
 """
 import base64,html,json,re,shutil,struct,subprocess,sys,yaml
 from inspect import Parameter,_empty as empty
+from itertools import takewhile
 from pathlib import Path
 from types import NoneType,UnionType
 from typing import Union,get_args,get_origin
@@ -172,15 +173,30 @@ def as_drawn(text, p):
         return f'{m[1]}{m[2]}" style="--drawn:{pixels/per_metre/.0254*96:.0f}px"'
     return re.sub(r'(<img\b[^>]*\bsrc=")(data:image/png;base64,[^"]*|[^":]*\.png)"', sized, text)
 
-# What readers search for, where the page says it in other words
+# What readers search for, and the page or section that says it in other words
 searched = {
+    'howto/memory.html': 'out of memory, OOM',
+    'tutorials/batchnorm.html': 'batch norm, BatchNorm',
+    'tutorials/several_gpus.html': 'several GPUs, multiple GPUs, DDP',
+    'tutorials/lr_find.html': 'learning rate, lr_find',
+    'tutorials/text_classifier.html': 'texts, NLP',
+    'extras/skip.html': 'loss is NaN',
+    'works_with.html#precision': 'mixed precision, fp16, bf16',
+    'works_with.html#how-a-fit-is-started': 'resume',
+    'howto/callbacks.html': 'my own callback',
+    'questions.html#how-do-i-clip-gradients': 'gradient clipping',
+    'questions.html#do-i-have-to-step-at-the-end-of-the-epoch': 'last batch, drop_last',
+    'questions.html#what-does-it-cost': 'slow, speed',
 }
 
 def search_for_readers(p):
-    "Leave the developers' pages out of the search index `p`, and add the words that readers search for"
-    hidden = {Path(o).with_suffix('.html').as_posix() for o in menus()[1]}
-    entries = [e for e in json.loads(p.read_text()) if e['href'].split('#')[0] not in hidden]
-    for e in entries: e['section'] = searched.get(e['href'], e['section'])
+    "In the search index `p`, leave out what only developers need, and add the words that readers search for"
+    hidden,pages = {Path(o).with_suffix('.html').as_posix() for o in menus()[1]},{}
+    for e in json.loads(p.read_text()): pages.setdefault(e['href'].split('#')[0], []).append(e)
+    # on a reader's page, all from "How it works" on is for developers
+    entries = [e for page,es in pages.items() if page not in hidden
+               for e in takewhile(lambda e: e['section']!='How it works', es)]
+    for e in entries: e['section'] = ' · '.join(filter(None, [e['section'], searched.get(e['href'])]))
     p.write_text(json.dumps(entries, ensure_ascii=False))
 
 def readme():
