@@ -177,6 +177,7 @@ def as_drawn(text, p):
 searched = {
     'howto/memory.html': 'out of memory, OOM',
     'tutorials/batchnorm.html': 'batch norm, BatchNorm',
+    'tutorials/proof.html': 'proof',
     'tutorials/several_gpus.html': 'several GPUs, multiple GPUs, DDP',
     'tutorials/lr_find.html': 'learning rate, lr_find',
     'tutorials/text_classifier.html': 'texts, NLP',
@@ -184,7 +185,7 @@ searched = {
     'works_with.html#precision': 'mixed precision, fp16, bf16',
     'works_with.html#how-a-fit-is-started': 'resume',
     'howto/callbacks.html': 'my own callback',
-    'questions.html#how-do-i-clip-gradients': 'gradient clipping',
+    'questions.html#why-do-i-get-another-result-with-8-4-than-with-32': 'different result, wrong result',
     'questions.html#do-i-have-to-step-at-the-end-of-the-epoch': 'last batch, drop_last',
     'questions.html#what-does-it-cost': 'slow, speed',
 }
