@@ -157,16 +157,17 @@ def with_notebook(text, p):
     nb = p.relative_to(cfg.doc_path).with_suffix('.ipynb')
     if not (cfg.nbs_path/nb).exists(): return text
     shutil.copy(cfg.nbs_path/nb, p.with_suffix('.ipynb'))
-    colab = f'{cfg.git_url}/blob/{cfg.branch}/nbs/{nb.as_posix()}'.replace('https://', 'https://colab.research.google.com/')
-    colab = colab.replace('google.com/github.com', 'google.com/github')
+    colab = cfg.git_url.replace('github.com', 'colab.research.google.com/github')
+    colab += f'/blob/{cfg.branch}/nbs/{nb.as_posix()}'
     links = f'<a href="{colab}">Open in Colab</a> · <a href="{nb.name}" download>Download the notebook</a>'
-    return re.sub(r'(<header id="title-block-header".*?)(</header>)', rf'\1<p class="notebook-links">{links}</p>\2', text,
-                  count=1, flags=re.S)
+    title = r'(<header id="title-block-header".*?)(</header>)'
+    return re.sub(title, rf'\1<p class="notebook-links">{links}</p>\2', text, count=1, flags=re.S)
 
 def as_drawn(text, p):
     "Note the width of each plot as it was drawn: a point of matplotlib is one of the page, 1/72 of an inch"
     def sized(m):
-        data = base64.b64decode(m[2][22:1022]) if m[2].startswith('data:image/png;base64,') else (p.parent/m[2]).read_bytes()
+        _,is_data,data = m[2].partition('data:image/png;base64,')
+        data = base64.b64decode(data[:1000]) if is_data else (p.parent/m[2]).read_bytes()
         at = data.find(b'pHYs')   # pixels per metre
         if at<0: return m[0]
         pixels,per_metre = struct.unpack('>I', data[16:20])[0],struct.unpack('>I', data[at+4:at+8])[0]

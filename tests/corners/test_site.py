@@ -1,7 +1,7 @@
 """The built site in a real browser: every page on a wide and on a narrow screen, light and dark.
 
 `make docs` builds it; Chromium comes with the system (Debian's package `chromium`), Playwright drives it."""
-import re,shutil,threading,pytest
+import json,re,runpy,shutil,threading,pytest
 from functools import partial
 from http.server import SimpleHTTPRequestHandler,ThreadingHTTPServer
 from io import BytesIO
@@ -219,9 +219,15 @@ def test_on_a_phone(path, page, root):
     })()""")
     assert not wide
     assert not wide_tables(page)
+    assert not page.evaluate("""[...document.querySelectorAll('.cell-output pre:not(.sourceCode)')]
+        .filter(o => o.scrollWidth > o.clientWidth+1).map(o => o.innerText)"""), 'what is printed does not wrap'
 
-CONTRAST = """(() => {
-    const parse = c => c.match(/[0-9.]+/g).map(Number)
+TEXTS = 'main p, main li, main td, main th, main h1, main h2, main h3, main pre code, main pre span, main a, ' \
+        '.sidebar-link, .navbar a'
+CONTRAST = """all => {
+    const parse = c => {
+        const n = c.match(/[0-9.]+/g).map(Number)
+        return c.startsWith('color') ? [...n.slice(0,3).map(v => 255*v), n[3] ?? 1] : n }
     const lum = c => {
         const [r,g,b] = c.slice(0,3).map(v => { v /= 255; return v<=.03928 ? v/12.92 : ((v+.055)/1.055)**2.4 })
         return .2126*r+.7152*g+.0722*b }
@@ -230,12 +236,12 @@ CONTRAST = """(() => {
             const c = parse(getComputedStyle(o).backgroundColor)
             if (c.length<4 || c[3]>.5) return c }
         return [255,255,255] }
-    const all = 'main p, main li, main td, main th, main h1, main h2, main h3, main pre code, main pre span, main a'
     const texts = [...document.querySelectorAll(all)].filter(o => o.innerText && o.innerText.trim())
     return texts.map(o => {
-        const a = lum(parse(getComputedStyle(o).color)), b = lum(behind(o))
+        const s = getComputedStyle(o), c = parse(s.color), ground = behind(o), alpha = (c[3] ?? 1)*s.opacity
+        const a = lum(c.slice(0,3).map((v,i) => alpha*v + (1-alpha)*ground[i])), b = lum(ground)
         return [(Math.max(a,b)+.05)/(Math.min(a,b)+.05), o.innerText.slice(0,40)] })
-})()"""
+}"""
 
 BACKGROUND = "getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).slice(0,3).map(Number)"
 
@@ -246,7 +252,7 @@ def test_readable(path, scheme, page, root):
     page.emulate_media(color_scheme=scheme)
     page.goto(root+path, wait_until='load')
     assert (sum(page.evaluate(BACKGROUND))<300)==(scheme=='dark'), 'the page does not follow the scheme of the system'
-    ratios = page.evaluate(CONTRAST)
+    ratios = page.evaluate(CONTRAST, TEXTS)
     assert ratios
     assert not [o for o in ratios if o[0]<3], 'hardly to be read'
     assert sum(r>=4.5 for r,_ in ratios)>=.95*len(ratios)
@@ -260,11 +266,125 @@ def test_reference(page, root):
     assert ['argument','type','meaning'] in [[w for w in h if w] for h in heads]
     assert not [p for p in pages if '#LNone' in (SITE/p).read_text()]
 
+def search(page, words):
+    "What a search finds, best first"
+    page.fill('input[type=search]', '')
+    page.wait_for_selector('.search-result', state='hidden')
+    page.fill('input[type=search]', words)
+    page.wait_for_selector('.search-result, .search-none')
+    return page.evaluate("[...document.querySelectorAll('.search-result')].map(o => o.getAttribute('href'))")
+
+SEARCHES = [
+    ('out of memory', 'howto/memory.html'), ('CUDA out of memory', 'howto/memory.html'),
+    ('Ctrl-C', 'questions.html#what-is-left-after-ctrl-c'), ('batch norm', 'batchnorm.html'),
+    ('texts', 'tutorials/text'), ('loss is NaN', 'extras/skip.html'), ('several GPUs', 'tutorials/several_gpus.html'),
+    ('learning rate', 'tutorials/lr_find.html'), ('dropout', 'microbatch.html#batch-norm-and-dropout'),
+    ('mixed precision', 'works_with.html#precision'), ('my own loss', 'loss.html#your-own-loss'),
+    ('AccumulateStep', 'core.html'), ('GradientAccumulation', 'compared.html'), ('proof', 'tutorials/proof.html'),
+    ('scheduler', 'questions.html#does-the-scheduler-count-batches-or-steps')]
+
 @on_site
-def test_search(page, root):
-    "`AccumulateStep` leads to its page"
+@pytest.mark.parametrize('words,wanted', SEARCHES)
+def test_search(words, wanted, page, root):
+    "The first thing found is what a reader wants first"
     page.goto(root+'index.html', wait_until='load')
-    page.fill('input[type=search]', 'AccumulateStep')
-    page.wait_for_selector('.search-result')
-    found = page.evaluate("[...document.querySelectorAll('.search-result')].map(o => o.href)")
-    assert any('core.html' in o for o in found)
+    found = search(page, words)
+    assert found and wanted in found[0], found[:5]
+
+@on_site
+def test_search_in_a_folder(page, root):
+    "A page in a folder finds the same, and the link leads there"
+    page.goto(root+'extras/skip.html', wait_until='load')
+    search(page, 'out of memory')
+    page.press('input[type=search]', 'Enter')
+    page.wait_for_url('**/howto/memory.html')
+
+@on_site
+@pytest.mark.parametrize('scheme', ['light','dark'])
+def test_search_is_readable(scheme, page, root):
+    "What a search finds, and the words that are marked in it, stand out by 4.5:1"
+    page.emulate_media(color_scheme=scheme)
+    page.goto(root+'index.html', wait_until='load')
+    search(page, 'out of memory')
+    ratios = page.evaluate(CONTRAST, '.smalldocs-search-results div, .smalldocs-search-results mark')
+    assert len(ratios)>10 and not [o for o in ratios if o[0]<4.5]
+
+DEVELOPERS = ['windows.html','exact/lockstep.html','know/trial.html']
+
+@on_site
+def test_for_developers(page, root):
+    "Their pages have a menu of their own, which the bar leads to; readers do not find them in theirs, or in a search"
+    menu = lambda: page.evaluate("[...document.querySelectorAll('#quarto-sidebar a[href]')].map(o => o.href)")
+    page.goto(root+'index.html', wait_until='load')
+    readers = menu()
+    found = json.loads((SITE/'search.json').read_text())
+    page.click('.navbar >> text=For developers')
+    for o in DEVELOPERS:
+        assert root+o in menu() and root+o not in readers
+        assert not [e for e in found if e['href'].startswith(o)]
+    assert not {*readers}&{*menu()}
+    assert not [e for e in found if e['section']=='How it works']
+
+def test_menus():
+    "A page that is in no menu, and an entry without a page, stop the build"
+    docs = runpy.run_path(str(SITE.parent/'.ci'/'docs.py'), run_name='docs')
+    there = sum(docs['menus'](), [])
+    docs['check_menus']()
+    for listed in (there[1:], [*there,'gone.ipynb'], [*there,there[0]]):
+        docs['check_menus'].__globals__['menus'] = lambda: [listed]
+        with pytest.raises(SystemExit, match=r'_quarto\.yml'): docs['check_menus']()
+
+HERE = """[...document.querySelectorAll('#quarto-sidebar .sidebar-link.active')].map(o => {
+    const r = o.getBoundingClientRect(), s = getComputedStyle(o)
+    return [o.href.split('#')[0], document.elementFromPoint(r.x+r.width/2, r.y+r.height/2)?.closest('a') === o,
+            +s.fontWeight >= 600] })"""
+
+@on_each_page
+def test_where_one_is(path, page, root):
+    "The menu marks the page's entry, and shows it without being scrolled; the bar leads to the repository"
+    if path!='404.html':
+        page.goto(root+path, wait_until='load')
+        assert page.evaluate(HERE)==[[root+path, True, True]]
+        assert page.query_selector('.navbar a[href="https://github.com/fastai-accum/fastai_accum"] >> visible=true')
+
+@on_each_page
+def test_notebook(path, page, root):
+    "Each page offers its notebook: in Colab, and to download"
+    page.goto(root+path, wait_until='load')
+    colab,own = page.evaluate("[...document.querySelectorAll('.notebook-links a')].map(o => o.href)")
+    nb = Path(path).with_suffix('.ipynb')
+    at = 'https://colab.research.google.com/github/fastai-accum/fastai_accum/blob/main/nbs/'
+    assert (colab,own)==(at+nb.as_posix(), root+nb.as_posix())
+    assert (SITE/nb).read_text()==(SITE.parent/'nbs'/nb).read_text()
+
+@on_site
+@pytest.mark.parametrize('path', ['index.html','extras/skip.html','works_with.html','know/trial.html'])
+@pytest.mark.parametrize('height', [400,844])
+def test_menu_on_a_phone(path, height, page, root):
+    "It begins with its first entry, below the bar, and scrolls to its last"
+    page.set_viewport_size(dict(width=390, height=height))
+    page.goto(root+path, wait_until='load')
+    page.click('.quarto-btn-toggle')
+    page.wait_for_timeout(500)   # it slides in
+    links = page.query_selector_all('#quarto-sidebar .sidebar-link')
+    seen = """a => { const r = a.getBoundingClientRect()
+        return a.contains(document.elementFromPoint(r.x+r.width/2, r.y+r.height/2)) }"""
+    assert links[0].evaluate(seen)
+    box = links[0].bounding_box()
+    page.mouse.move(box['x']+20, box['y']+20)
+    page.mouse.wheel(0, 5000)
+    page.wait_for_timeout(300)
+    assert links[-1].evaluate(seen)
+
+@pytest.mark.parametrize('width', [390,1280])
+@on_each_page
+def test_plots(path, width, page, root):
+    "A plot is as large as it was drawn, or at least three quarters of that"
+    page.set_viewport_size(dict(width=width, height=844))
+    page.goto(root+path, wait_until='load')
+    plots = page.evaluate("""[...document.querySelectorAll('main img')]
+        .filter(o => o.src.startsWith('data:image/png'))
+        .map(o => [o.width, parseFloat(o.style.getPropertyValue('--drawn')), o.naturalWidth])""")
+    for shown,drawn,pixels in plots:
+        assert .74*drawn<=shown<=drawn+1, (shown, drawn)
+        assert abs(pixels/drawn-2)<.5, 'drawn for a screen with twice as many dots'
