@@ -1,0 +1,45 @@
+"""The cells of a page that a reader sees, pasted one after the other into an empty notebook.
+
+The notebook lies in an empty folder. It can import the package and what is installed, but nothing else of this project."""
+import json,os,re,subprocess,sys
+from pathlib import Path
+from fastcore.nbio import read_nb
+import fastai_accum
+
+NBS = Path(__file__).resolve().parent.parent/'nbs'
+FOLDERS = 'tutorials','howto'   # of pages that are pasted whole; of the others, the first half
+HIDDEN = {'hide','export','exporti','exports','default_exp'}   # nbdev leaves these out, or shows documentation instead
+
+def is_visible(source):
+    "Whether the page shows the code of a cell, for a reader to copy"
+    directives = dict(re.findall(r'^#\|\s*(\w[\w-]*):?[ \t]*(.*)$', source, flags=re.M))
+    unseen = HIDDEN.intersection(directives) or 'false' in (directives.get('echo'), directives.get('include'))
+    return not unseen and not source.startswith('show_doc(')
+
+def cells(path):
+    "What a reader copies from page `path`: all of a lesson or how-to, half of another page"
+    nb = read_nb(path)
+    n = len(nb.cells) if path.parent.name in FOLDERS else (len(nb.cells)+1)//2
+    return [c.source for c in nb.cells[:n] if c.cell_type=='code' and c.source and is_visible(c.source)]
+
+NOTEBOOK = '''
+import json,sys
+from execnb.shell import CaptureShell
+shell = CaptureShell()
+for source in json.load(sys.stdin):
+    shell.run(source)
+    if shell.exc: sys.exit(f"{source}\\n\\n{type(shell.exc).__name__}: {shell.exc}")
+'''
+
+def paste(sources, folder):
+    "Run `sources` in a new notebook in the empty `folder`: the first cell that fails and its error, or nothing"
+    site,empty = folder/'site',folder/'empty'
+    for o in site,empty: o.mkdir(parents=True)
+    (site/'fastai_accum').symlink_to(Path(fastai_accum.__file__).parent)
+    env = os.environ | dict(PYTHONPATH=str(site), PYTHONWARNINGS='ignore', MPLBACKEND='agg')
+    res = subprocess.run([sys.executable, '-c', NOTEBOOK], input=json.dumps(sources), cwd=empty, env=env,
+                         capture_output=True, text=True)
+    return res.stderr if res.returncode else ''
+
+pages = {p.relative_to(NBS).with_suffix('').as_posix(): p for p in sorted(NBS.rglob('*.ipynb'))
+         if not any(o.startswith(('.','_')) for o in p.relative_to(NBS).parts) and cells(p)}

@@ -1,0 +1,22 @@
+"A reader who copies the cells of a page, one after the other, gets what the page shows: a few pages, and all in `corners`"
+import pytest
+from pasted import *
+
+@pytest.mark.parametrize('name', ['tutorials/first_steps','howto/callbacks','core'])
+def test_cells_run_as_they_are_read(name, tmp_path):
+    error = paste(cells(pages[name]), tmp_path)
+    assert not error, error
+
+@pytest.mark.parametrize('source', ['#| hide\nn = 4', '#| echo: false\nn = 4', '#| include: false\nn = 4',
+                                    '#| export\n#| hide\nn = 4', '#| exporti\nn = 4'])
+def test_a_name_that_the_page_hides_is_an_error(source, tmp_path):
+    copied = [o for o in ('a = 2', source, 'a*n') if is_visible(o)]
+    assert copied==['a = 2','a*n'] and 'NameError' in paste(copied, tmp_path)
+
+def test_what_readers_see_is_copied():
+    assert all(map(is_visible, ['n = 4', '#| fig-alt: "a plot"\nplot()', '#| code-fold: true\nn = 4', '#| echo: true\nn']))
+
+def test_the_notebook_is_alone(tmp_path):
+    "No file and no module of this project can be imported, but the package"
+    assert 'ModuleNotFoundError' in paste(['import harness'], tmp_path)
+    assert not paste(['import fastai_accum,os', 'assert os.listdir()==[]'], tmp_path/'b')
