@@ -29,6 +29,7 @@ class MicroBatch(WindowCallback):
     _stateattrs = 'window','way'
     def __init__(self,
         bs:int|str='auto', # Samples in a slice; `'auto'` starts with the whole batch, and halves it if memory runs out
+        *,
         coupled:bool=False, # Show the loss and callbacks the whole batch; the model runs on each slice twice
         exact:bool=False, # Show the whole batch to batch norm and dropout too
         valid:bool=True, # Cut batches in validation and prediction too

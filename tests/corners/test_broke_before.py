@@ -51,7 +51,7 @@ def test_split_targets_without_rows(coupled):
     "A right `split=` is not refused"
     def split(b, bs): return [(b[0][i:i+bs],b[1][i:i+bs]) for i in range(0, len(b[0]), bs)]
     a,b = (learner(prebatched(of_dicts, 76, 32), cb, loss_func=detection_loss)
-           for cb in (MicroBatch(5, coupled, split=split),None))
+           for cb in (MicroBatch(5, coupled=coupled, split=split),None))
     for l in (a,b): l.fit(2)
     assert_same(a, b)
 
@@ -332,7 +332,7 @@ def test_inputs_without_rows(last, coupled):
         dls = prebatched(make, 76, 32)
         del dls.n_inp
         return dls
-    a,b = (learner(dls(), cb, model=Named()) for cb in (MicroBatch(5, coupled),None))
+    a,b = (learner(dls(), cb, model=Named()) for cb in (MicroBatch(5, coupled=coupled),None))
     for l in (a,b): l.fit(2)
     assert_same(a, b)
     test = DataLoader([o[:2] for o in a.dls.valid], bs=None)

@@ -35,7 +35,7 @@ modes = pytest.mark.parametrize('coupled', [False,True], ids=['plain','coupled']
 @pytest.mark.parametrize('n', [64,76,75,40])
 @pytest.mark.parametrize('bs', [1,5,8,31,32,100])
 def test_same_as_the_whole_batch(coupled, drop_last, n, bs):
-    assert_same(train(MicroBatch(bs, coupled), n, drop_last=drop_last), train(n=n, drop_last=drop_last))
+    assert_same(train(MicroBatch(bs, coupled=coupled), n, drop_last=drop_last), train(n=n, drop_last=drop_last))
 
 @modes
 @pytest.mark.parametrize('n', [64,76])
@@ -43,10 +43,10 @@ def test_same_as_the_whole_batch(coupled, drop_last, n, bs):
 def test_windows_of_split_batches(coupled, n, acc):
     "In either order, and by `turn_on_accumulation`"
     whole = train(AccumulateStep(**acc), n, 8)
-    assert_same(train([AccumulateStep(**acc),MicroBatch(3, coupled)], n, 8), whole)
-    assert_same(train([MicroBatch(3, coupled),AccumulateStep(**acc)], n, 8), whole)
-    with accumulation(**acc): assert_same(train(MicroBatch(3, coupled), n, 8), whole)
-    assert_same(train(MicroBatch(3, coupled), n, 8), train(n=n, bs=8))
+    assert_same(train([AccumulateStep(**acc),MicroBatch(3, coupled=coupled)], n, 8), whole)
+    assert_same(train([MicroBatch(3, coupled=coupled),AccumulateStep(**acc)], n, 8), whole)
+    with accumulation(**acc): assert_same(train(MicroBatch(3, coupled=coupled), n, 8), whole)
+    assert_same(train(MicroBatch(3, coupled=coupled), n, 8), train(n=n, bs=8))
 
 losses = dict(
     weighted  = lambda: nn.CrossEntropyLoss(weight=tensor([1.,10.,3.]).double()),
@@ -59,9 +59,9 @@ def test_losses(coupled, loss):
     "A loss that sums gives the sum over the whole batch"
     kwargs = dict(loss_func=losses[loss](), opt_func=SGD)
     whole = train(**kwargs)
-    assert_same(train(MicroBatch(5, coupled), **kwargs), whole)
+    assert_same(train(MicroBatch(5, coupled=coupled), **kwargs), whole)
     acc = AccumulateStep(1, average=False) if loss=='of_sum' else AccumulateStep(1)
-    assert_same(train([MicroBatch(5, coupled),acc], **kwargs), whole)
+    assert_same(train([MicroBatch(5, coupled=coupled),acc], **kwargs), whole)
 
 def test_weight():
     "`weight=` for a loss that `loss_weight` does not know"
@@ -94,8 +94,8 @@ def correlation(p, y):
 def test_losses_that_tie_samples(loss):
     "Exact if they see all predictions; slice by slice they are other losses"
     whole = train(loss_func=loss)
-    assert_same(train(MicroBatch(5, True), loss_func=loss), whole)
-    assert_same(train([MicroBatch(3, True),AccumulateStep(1)], loss_func=loss), whole)
+    assert_same(train(MicroBatch(5, coupled=True), loss_func=loss), whole)
+    assert_same(train([MicroBatch(3, coupled=True),AccumulateStep(1)], loss_func=loss), whole)
     assert worst(train(MicroBatch(5), loss_func=loss), whole)[0]>1e-3
 
 class Noisy(nn.Module):
@@ -138,7 +138,7 @@ class InSlices(Noisy):
 one_group = dict(splitter=trainable_params)
 def test_the_second_pass_draws_what_the_first_has_drawn():
     "Dropout masks are the same, batch norm moves once, and the next draws are as if there were no second pass"
-    a,b = train(MicroBatch(8, True), model=Noisy, **one_group),train(model=InSlices, **one_group)
+    a,b = train(MicroBatch(8, coupled=True), model=Noisy, **one_group),train(model=InSlices, **one_group)
     assert_same(a, b)
     assert a.model.bn.num_batches_tracked==b.model.bn.num_batches_tracked
     assert a.model.n<b.model.n   # a batch counts once; the slices of the other model count each
@@ -177,7 +177,7 @@ def test_nested_batches(coupled, out):
         b = pred['rest'][1][0] if out is dict else pred[1][1] if out is tuple else pred
         return F.cross_entropy(a, y)+F.mse_loss(b.mean(1), z[:,0])
     kwargs = dict(dls=nested_dls, model=partial(Structured, out), loss_func=loss, **one_group)
-    assert_same(train(MicroBatch(5, coupled), **kwargs), train(**kwargs))
+    assert_same(train(MicroBatch(5, coupled=coupled), **kwargs), train(**kwargs))
 
 def test_slices_of_containers():
     from collections import UserDict,namedtuple
@@ -233,9 +233,9 @@ def test_split(coupled):
                              for k in (n,24)])
     def split(b, bs): return [(b[0][:,i:i+bs],b[1][i:i+bs]) for i in range(0, b[0].shape[1], bs)]
     kwargs = dict(dls=dls, model=Turned, **one_group)
-    assert_same(train(MicroBatch(5, coupled, split=split), **kwargs), train(**kwargs))
+    assert_same(train(MicroBatch(5, coupled=coupled, split=split), **kwargs), train(**kwargs))
     with pytest.raises(ValueError, match='MicroBatch: split must return .*each with the 2 elements'):
-        train(MicroBatch(5, coupled, split=lambda b, bs: [b[0]]), **kwargs)
+        train(MicroBatch(5, coupled=coupled, split=lambda b, bs: [b[0]]), **kwargs)
 
 bad_splits = dict(
     loses      = lambda b, bs: [(b[0][:bs],b[1][:bs])],
@@ -249,7 +249,7 @@ bad_splits = dict(
 @pytest.mark.parametrize('name', bad_splits)
 def test_bad_splits(coupled, name):
     with pytest.raises(ValueError, match='MicroBatch: split must return'):
-        train(MicroBatch(8, coupled, split=bad_splits[name]), n=64)
+        train(MicroBatch(8, coupled=coupled, split=bad_splits[name]), n=64)
 
 class Packed(nn.Module):
     "Texts of any length one after the other, and where each of them starts"
@@ -276,7 +276,7 @@ def split_packed(b, bs):
 @modes
 def test_packed_texts(coupled):
     kwargs = dict(dls=packed_dls, model=Packed, **one_group)
-    a,b = train(MicroBatch(5, coupled, split=split_packed), **kwargs),train(**kwargs)
+    a,b = train(MicroBatch(5, coupled=coupled, split=split_packed), **kwargs),train(**kwargs)
     assert_same(a, b)
     test = DataLoader([o[:2] for o in a.dls.valid], bs=None)   # no targets to count the samples by
     assert rel(a.get_preds(dl=test)[0], b.get_preds(dl=test)[0])[0]<=TOL
@@ -287,7 +287,7 @@ def test_lr_find(coupled, tmp_path):
         learn.path = tmp_path
         learn.lr_find(num_it=15, stop_div=False, show_plot=False)
         learn.fit(1)
-    assert_same(train(MicroBatch(5, coupled), fit=find), train(fit=find))
+    assert_same(train(MicroBatch(5, coupled=coupled), fit=find), train(fit=find))
 
 logs = WeakKeyDictionary()   # not held by the models: what they hold counts a batch once, however it is cut
 
@@ -302,7 +302,8 @@ def test_validation_in_slices(coupled):
     seen = []
     def metric(p, y): seen.append(len(y)); return rmse(p, y)   # no mean of those of slices
     kwargs = dict(metrics=metric, model=Sizes, **one_group)
-    a,b,c = (train(o, **kwargs) for o in (MicroBatch(5, coupled),None,MicroBatch(5, coupled, valid=False)))
+    cut = partial(MicroBatch, 5, coupled=coupled)
+    a,b,c = (train(o, **kwargs) for o in (cut(),None,cut(valid=False)))
     assert_same(a, b)
     assert_same(c, b)
     assert max(n for t,n in c.model.sizes if not t)==16 and max(n for t,n in c.model.sizes if t)==5
@@ -332,19 +333,19 @@ others = dict(clip=lambda: GradientClip(.1), adaptive=lambda: AdaptiveGradientCl
 @pytest.mark.parametrize('name', others)
 def test_beside_others(coupled, name):
     kwargs = dict(metrics=accuracy) if name=='metrics' else {}
-    a,b = train([MicroBatch(5, coupled),*L(others[name]())], **kwargs),train(L(others[name]()), **kwargs)
+    a,b = train([MicroBatch(5, coupled=coupled),*L(others[name]())], **kwargs),train(L(others[name]()), **kwargs)
     assert_same(a, b)
 
 @modes
 def test_metrics_over_the_training_set(coupled):
     def fit(learn): learn.recorder.train_metrics = True; cycle(learn)
-    assert_same(train(MicroBatch(5, coupled), metrics=accuracy, fit=fit), train(metrics=accuracy, fit=fit))
+    assert_same(train(MicroBatch(5, coupled=coupled), metrics=accuracy, fit=fit), train(metrics=accuracy, fit=fit))
 
 @needs_dtype
 @modes
 def test_sums_in_another_dtype(coupled):
     "`GradAccumDtype` and `SkipNonFinite` find the windows, whatever the order of the callbacks"
-    assert_same(train([GradAccumDtype(torch.float64),SkipNonFinite(),MicroBatch(5, coupled)]), train())
+    assert_same(train([GradAccumDtype(torch.float64),SkipNonFinite(),MicroBatch(5, coupled=coupled)]), train())
 
 def test_the_size():
     "A number of NumPy is one; more than the loader's batches have is not what was meant"
@@ -363,7 +364,7 @@ def test_mixup(mix, monkeypatch):
     def mixer(): cb = mix(.4); cb.distrib = torch.distributions.Beta(*torch.tensor([.4,.4])); return cb
     torch.set_default_dtype(torch.float64)   # of λ
     try: a,b,c = (train([mixer(),*L(o)], dls=images, model=model, loss_func=StackedCE(), **one_group)
-                  for o in (MicroBatch(8, True),None,MicroBatch(8)))
+                  for o in (MicroBatch(8, coupled=True),None,MicroBatch(8)))
     finally: torch.set_default_dtype(torch.float32)
     assert_same(a, b)
     assert len(c.spy.steps)==len(b.spy.steps) and 0<rel(c.recorder.losses, b.recorder.losses)[0]<1
@@ -396,7 +397,7 @@ def test_nothing_is_left(coupled, err, event):
         random.seed(0); learn.dls.train.rng.seed(1)
         cycle(learn)
     def clean(learn): random.seed(0); learn.dls.train.rng.seed(1); cycle(learn)
-    assert_same(train(MicroBatch(5, coupled), fit=fit), train(fit=clean))
+    assert_same(train(MicroBatch(5, coupled=coupled), fit=fit), train(fit=clean))
 
 def test_gradients_of_a_slice():
     """Each gradient is a share of the mean over the batch, so no sum can overflow if the gradient of the whole batch
@@ -465,8 +466,8 @@ def test_auto(coupled, where, n_step, bs, limit, scaler):
     more = lambda: [AccumulateStep(n_step)] + [OnCpu(init_scale=2.**10, growth_interval=2)]*scaler
     def fit(learn): learn.recorder.train_metrics = True; cycle(learn)
     kwargs = dict(bs=bs, fit=fit, metrics=accuracy, **one_group)
-    a = train([MicroBatch('auto', coupled),*more()], model=partial(Small, limit, where), **kwargs)
-    b = train([MicroBatch(found, coupled),*more()], model=Noisy, **kwargs)
+    a = train([MicroBatch('auto', coupled=coupled),*more()], model=partial(Small, limit, where), **kwargs)
+    b = train([MicroBatch(found, coupled=coupled),*more()], model=Noisy, **kwargs)
     assert_same(a, b, tol=0)
     assert a.accumulate_step.counts==b.accumulate_step.counts
     assert n_autocast()==0 and max(a.model.sizes[-5:])<=found
@@ -476,8 +477,8 @@ weighted = lambda: nn.CrossEntropyLoss(weight=tensor([1.,10.,3.]).double())
 def test_auto_with_weights(coupled):
     "The constant that the gradients are divided by is that of the slice that fits, too"
     kwargs = dict(loss_func=weighted(), **one_group)
-    assert_same(train(MicroBatch('auto', coupled), model=partial(Small, 8), **kwargs),
-                train(MicroBatch(8, coupled), model=Noisy, **kwargs), tol=0)
+    assert_same(train(MicroBatch('auto', coupled=coupled), model=partial(Small, 8), **kwargs),
+                train(MicroBatch(8, coupled=coupled), model=Noisy, **kwargs), tol=0)
 
 def test_auto_when_memory_runs_out_before_the_model():
     """Memory can also run out while a batch is cut and copied to the device: here in the second window, after the
@@ -512,10 +513,10 @@ def test_auto_on_a_gpu(coupled, amp):
                           opt_func=partial(SGD, mom=.9), **one_group)
         finally: torch.cuda.set_per_process_memory_fraction(1.)
     total = torch.cuda.get_device_properties(0).total_memory
-    a = run(MicroBatch('auto', coupled), fraction=(torch.cuda.memory_allocated()+2**29)/total)
+    a = run(MicroBatch('auto', coupled=coupled), fraction=(torch.cuda.memory_allocated()+2**29)/total)
     found = min(rows for _,_,rows in a.micro_batches.failed)//2
     assert 1<=found<1024
-    assert_same(a, run(MicroBatch(found, coupled)), tol=1e-3 if amp else TOL)
+    assert_same(a, run(MicroBatch(found, coupled=coupled)), tol=1e-3 if amp else TOL)
     assert n_autocast()==0
 
 def test_auto_adds_up_samples():
@@ -552,10 +553,10 @@ class Scaled(nn.Module):
     def forward(self, p, y): return F.cross_entropy(p*self.s, y)
 @modes
 def test_parameters_of_the_loss(coupled):
-    a,b = (train([OwnOptimizer(),*L(cb)], loss_func=Scaled()) for cb in (MicroBatch(5, coupled),None))
+    a,b = (train([OwnOptimizer(),*L(cb)], loss_func=Scaled()) for cb in (MicroBatch(5, coupled=coupled),None))
     assert_same(a, b)
     assert rel(a.loss_func.s, b.loss_func.s)[0]<=TOL
-    a,b = (train([OwnOptimizer(),MicroBatch(bs, coupled),AccumulateStep(2)], bs=8, loss_func=Scaled(), model=m,
+    a,b = (train([OwnOptimizer(),MicroBatch(bs, coupled=coupled),AccumulateStep(2)], bs=8, loss_func=Scaled(), model=m,
                  **one_group)
            for bs,m in (('auto',partial(Small, 4, 'backward')),(4,Noisy)))
     assert_same(a, b, tol=0)
@@ -580,7 +581,7 @@ def test_auto_below_one():
 @pytest.mark.parametrize('where', ['forward','backward'])
 def test_auto_lets_other_errors_through(coupled, where):
     err = RuntimeError('mat1 and mat2 shapes cannot be multiplied')
-    learn = make_learner(make_dls(64, 32), Small(8, where, err), cbs=MicroBatch('auto', coupled), **one_group)
+    learn = make_learner(make_dls(64, 32), Small(8, where, err), cbs=MicroBatch('auto', coupled=coupled), **one_group)
     with pytest.raises(RuntimeError, match='mat1 and mat2'): learn.fit(1)
     assert set(learn.model.sizes)=={32}
 
@@ -652,7 +653,7 @@ def test_a_model_with_a_state(coupled, cb):
     from fastai.callback.rnn import rnn_cbs
     n_step = cb.get('n_step', 1)
     kwargs = dict(dls=texts_dls, model=language_model, n=40, bs=16, loss_func=TokenLoss(), splitter=trainable_params)
-    a = train([*rnn_cbs(0., 0.),AccumulateStep(n_step),MicroBatch(cb['bs'], coupled)], **kwargs)
+    a = train([*rnn_cbs(0., 0.),AccumulateStep(n_step),MicroBatch(cb['bs'], coupled=coupled)], **kwargs)
     b = train([*rnn_cbs(0., 0.),AccumulateStep(n_step)], **kwargs)
     assert_same(a, b)
     assert len(a.model[0].hidden[0][0][0])==16
@@ -674,7 +675,7 @@ def test_outputs_without_gradient():
         def forward(self, x):
             return tuple(torch.cat(os) for os in zip(*in_slices(self, super().forward, x)))
     def fit(learn): learn.fit(2, cbs=NoValid())
-    assert_same(train(MicroBatch(8, True), model=Detaches, loss_func=Bank(), fit=fit, **one_group),
+    assert_same(train(MicroBatch(8, coupled=True), model=Detaches, loss_func=Bank(), fit=fit, **one_group),
                 train(model=Kept, loss_func=Bank(), fit=fit, **one_group))
 
 class NoValid(Callback):
@@ -688,10 +689,10 @@ def test_slices_without_gradient():
             out,keep = torch.zeros(len(x), 3).double(),x[:,0]>.5
             if keep.any(): out[keep] = self.m(x[keep])
             return out
-    assert_same(train(MicroBatch(2, True), model=Some, **one_group), train(model=Some, **one_group))
+    assert_same(train(MicroBatch(2, coupled=True), model=Some, **one_group), train(model=Some, **one_group))
     def frozen(): return small_model().requires_grad_(False)
     kwargs = dict(model=frozen, splitter=lambda m: [[lf.s]])
-    lf = Scaled(); a = train(MicroBatch(8, True), loss_func=lf, **kwargs)
+    lf = Scaled(); a = train(MicroBatch(8, coupled=True), loss_func=lf, **kwargs)
     lf = Scaled(); b = train(loss_func=lf, **kwargs)
     assert_same(a, b)
     assert rel(a.loss_func.s, b.loss_func.s)[0]<=TOL
@@ -700,7 +701,7 @@ def test_input_changed_in_place():
     class Changes(Noisy):
         def forward(self, x): return super().forward(x.mul_(.5))
     with pytest.raises(RuntimeError, match='MicroBatch: the model changes its input in place, and coupled=True'):
-        train(MicroBatch(8, True), model=Changes, **one_group)
+        train(MicroBatch(8, coupled=True), model=Changes, **one_group)
 
 def test_modes_of_the_first_pass():
     "A callback sets a part of the model to evaluation for the length of its forward pass"
@@ -708,7 +709,7 @@ def test_modes_of_the_first_pass():
         run_valid = False
         def before_batch(self): self.model.drop.eval()
         def after_pred(self): self.model.drop.train()
-    assert_same(train([MicroBatch(8, True),Mode()], model=Noisy, **one_group),
+    assert_same(train([MicroBatch(8, coupled=True),Mode()], model=Noisy, **one_group),
                 train(Mode(), model=InSlices, **one_group))
 
 @pytest.mark.parametrize('preds', [[(torch.ones(2),1.), (torch.ones(1),5.)], [torch.ones(()), torch.ones(())],
@@ -752,7 +753,7 @@ def test_callbacks_that_call_the_model(coupled):
             with torch.no_grad():
                 self.model(self.xb[0][:3])
                 assert not torch.equal(self.model(*self.xb, scale=2.), self.pred)
-    assert_same(train([MicroBatch(5, coupled),Calls()], model=Asks, **one_group),
+    assert_same(train([MicroBatch(5, coupled=coupled),Calls()], model=Asks, **one_group),
                 train(Calls(), model=Asks, **one_group))
 
 def test_inputs_that_a_callback_doubles():
@@ -764,9 +765,9 @@ def test_inputs_that_a_callback_doubles():
         a,b = F.normalize(p, dim=1).chunk(2)
         return F.cross_entropy(a@b.T/.1, torch.arange(len(a)))
     kwargs = dict(loss_func=nt_xent, **one_group)
-    assert_same(train([MicroBatch(5, True),Views()], **kwargs), train(Views(), **kwargs))
+    assert_same(train([MicroBatch(5, coupled=True),Views()], **kwargs), train(Views(), **kwargs))
     assert_same(train([MicroBatch(coupled=True),Views()], model=partial(Small, 9), **kwargs),
-                train([MicroBatch(8, True),Views()], model=Noisy, **kwargs), tol=0)
+                train([MicroBatch(8, coupled=True),Views()], model=Noisy, **kwargs), tol=0)
 
 class Normal(nn.Module):
     "Its output depends on a buffer that moves; another buffer is there from the first pass on, and one grows"
@@ -790,7 +791,7 @@ class NormalInSlices(Normal):
 def test_buffers_that_the_output_depends_on():
     "The second pass has those of the first; memory that runs out leaves none changed"
     kwargs = dict(n=64, fit=lambda l: l.fit(2, cbs=NoValid()), **one_group)   # in validation it runs out on its own
-    runs = (MicroBatch(8, True),Normal), (None,NormalInSlices), (MicroBatch(coupled=True),partial(Normal, 8))
+    runs = (MicroBatch(8, coupled=True),Normal), (None,NormalInSlices), (MicroBatch(coupled=True),partial(Normal, 8))
     a,b,c = (train(o, model=m, **kwargs) for o,m in runs)
     assert_same(a, b); assert_same(c, a, tol=0)
     a,b = (train(o, model=m, **kwargs) for o,m in ((MicroBatch(),partial(Normal, 8)), (MicroBatch(8),Normal)))
@@ -809,7 +810,7 @@ def test_auto_does_not_try_a_step_again():
 
 @modes
 def test_auto_closes_autocast(coupled):
-    train([MicroBatch('auto', coupled),OnCpu(torch.bfloat16)], model=lambda: Small(8).float(), dls=lambda *args,
+    train([MicroBatch('auto', coupled=coupled),OnCpu(torch.bfloat16)], model=lambda: Small(8).float(), dls=lambda *args,
           drop_last: make_dls(*args, x=features(80).float(), y=classes(80)),
           fit=lambda l: l.fit(1), **one_group)
     assert n_autocast()==0
@@ -822,8 +823,9 @@ def test_auto_with_a_state(coupled):
         if m.training and len(x[0])>5: raise OutOfMemory('CUDA out of memory')
     def model(): m = language_model(.3); m[0].register_forward_hook(full); return m
     kwargs = dict(dls=texts_dls, n=40, bs=16, loss_func=TokenLoss(), splitter=trainable_params)
-    a,b = train([*rnn_cbs(0., 0.),MicroBatch('auto', coupled)], model=model,
-                **kwargs),train([*rnn_cbs(0., 0.),MicroBatch(4, coupled)], model=partial(language_model, .3), **kwargs)
+    a,b = train([*rnn_cbs(0., 0.),MicroBatch('auto', coupled=coupled)], model=model,
+                **kwargs),train([*rnn_cbs(0., 0.),MicroBatch(4, coupled=coupled)], model=partial(language_model, .3),
+                                **kwargs)
     assert_same(a, b, tol=1e-12 if coupled else 0)
 
 def test_auto_keeps_what_was_there_before_the_fit():
@@ -872,7 +874,8 @@ def test_an_error_in_the_loader_leaves_nothing(where):
     ids=['script','trace','parallel','compile'])
 @pytest.mark.filterwarnings('ignore:.*torch.jit.*')
 def test_models_in_wrappers(coupled, how):
-    assert_same(train(MicroBatch(5, coupled), model=lambda: how(small_model()), **one_group), train(**one_group))
+    assert_same(train(MicroBatch(5, coupled=coupled), model=lambda: how(small_model()), **one_group),
+                train(**one_group))
 
 def test_a_forward_of_the_user():
     "One that was put on the model stays on it"

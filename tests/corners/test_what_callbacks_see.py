@@ -315,7 +315,8 @@ def test_one_of_two_removed(which, event, coupled):
     "The other callback goes on, or skips the rest of the epoch"
     def remove(cb):
         if cb.training and cb.train_iter==1: cb.learn.remove_cb(which)
-    learn = make_learner(make_dls(76, 8), cbs=[AccumulateStep(4), MicroBatch(3, coupled), Callback(**{event:remove})])
+    learn = make_learner(make_dls(76, 8), cbs=[AccumulateStep(4), MicroBatch(3, coupled=coupled),
+                                                Callback(**{event:remove})])
     learn.fit(2)
     assert nothing_is_replaced(learn) and len(learn.spy.steps)>=6 and learn.recorder.values[1][0]<2
 

@@ -91,7 +91,8 @@ def test_errors_of_your_own_are_raised():
         def __init__(self): super().__init__(); self.net = net()
         def forward(self, x): return self.net(x)[:,9]
     with pytest.raises(IndexError): fits(learner(Broken()))
-    with pytest.raises(ValueError, match='no training loader'): Learner(DataLoaders(), net(), loss_func=nn.MSELoss()).what_fits()
+    with pytest.raises(ValueError, match='no training loader'):
+        Learner(DataLoaders(), net(), loss_func=nn.MSELoss()).what_fits()
 
 def test_one_sample_cannot_be_cut():
     assert not any('micro_batch' in o.line for o in check(learner(bs=1)).ways)
@@ -122,7 +123,7 @@ def test_a_way_that_could_not_be_proved_is_not_called_the_same():
     assert ways['learn.gradient_checkpointing()'].same=='not proved'
 
 def test_the_budget_of_a_gpu(monkeypatch):
-    "With a stand-in for the allocator: 1000 bytes are free, 300 are kept for new tensors, and `f` takes 250 at its peak"
+    "With a stand-in for the allocator: 1000 bytes are free, 300 are kept for new tensors, and `f` takes 250 at most"
     now = dict(memory_allocated=500, memory_reserved=800, max_memory_allocated=500)
     for k in now: monkeypatch.setattr(torch.cuda, k, lambda d, k=k: now[k])
     monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda d: (1000, 9999))

@@ -115,6 +115,11 @@ def test_other_names(name):
 def test_the_right_argument(cls, kw, match):
     with pytest.raises(TypeError, match=f'{cls.__name__}: .*{match}'): cls(**kw)
 
+def test_flags_have_a_name():
+    "`MicroBatch(8, True)` does not say which flag is meant"
+    for f in MicroBatch,AccumulateStep,partial(Learner.micro_batch, None),partial(Learner.accumulate, None):
+        with pytest.raises(TypeError, match='positional'): f(8, True)
+
 def test_what_to_write():
     with pytest.raises(ValueError, match='got 4.0; write 4$'): AccumulateStep(64/16)
     with pytest.raises(ValueError, match='pass a function `pct -> int`'): AccumulateStep([1,2,4])

@@ -10,15 +10,17 @@ def whole(cbs, n=76, bs=32, **kwargs): return same(cbs, bs, bs, n, **{**one_grou
 
 @modes
 @pytest.mark.parametrize('bs,drop_last', [(1,False), (5,False), (5,True), (32,False)])
-def test_same_as_the_whole_batch(coupled, bs, drop_last): whole(lambda: MicroBatch(bs, coupled), drop_last=drop_last)
+def test_same_as_the_whole_batch(coupled, bs, drop_last):
+    whole(lambda: MicroBatch(bs, coupled=coupled), drop_last=drop_last)
 
 @modes
 def test_windows_of_slices(coupled):
     "Beside an `AccumulateStep`, in either order, and by `accumulation`"
-    same(lambda: [AccumulateStep(4), MicroBatch(3, coupled)])
-    same(lambda: [MicroBatch(3, coupled), AccumulateStep(n_samples=32)])
-    whole(lambda: [AccumulateStep(1), MicroBatch(3, coupled)])
-    a,b = (make_learner(make_dls(76, bs, shuffle=False), cbs=cbs) for bs,cbs in ((8,MicroBatch(3, coupled)), (32,None)))
+    same(lambda: [AccumulateStep(4), MicroBatch(3, coupled=coupled)])
+    same(lambda: [MicroBatch(3, coupled=coupled), AccumulateStep(n_samples=32)])
+    whole(lambda: [AccumulateStep(1), MicroBatch(3, coupled=coupled)])
+    a,b = (make_learner(make_dls(76, bs, shuffle=False), cbs=cbs)
+           for bs,cbs in ((8,MicroBatch(3, coupled=coupled)), (32,None)))
     with accumulation(4): a.fit(2)
     b.fit(2)
     assert_same(a, b)
@@ -27,7 +29,7 @@ losses = dict(weighted=lambda: nn.CrossEntropyLoss(weight=tensor([1.,10.,3.]).do
               ignoring=lambda: nn.CrossEntropyLoss(ignore_index=1), of_sum=lambda: nn.CrossEntropyLoss(reduction='sum'))
 @modes
 @pytest.mark.parametrize('loss', losses)
-def test_losses(coupled, loss): whole(lambda: MicroBatch(5, coupled), loss_func=losses[loss](), opt_func=SGD)
+def test_losses(coupled, loss): whole(lambda: MicroBatch(5, coupled=coupled), loss_func=losses[loss](), opt_func=SGD)
 
 def info_nce(p, y):
     p = F.normalize(p, dim=1)
@@ -70,7 +72,7 @@ def test_auto(coupled, where, n_step, bs, limit, capsys, monkeypatch):
     monkeypatch.setattr(MicroBatch, 'prove', None)   # the model notes its slices, which is refused otherwise
     def train(size, model):
         learn = make_learner(make_dls(76, bs, shuffle=False), model, metrics=accuracy, **one_group,
-                             cbs=[MicroBatch(size, coupled), *([AccumulateStep(n_step)] if n_step>1 else [])])
+                             cbs=[MicroBatch(size, coupled=coupled), *([AccumulateStep(n_step)] if n_step>1 else [])])
         learn.recorder.train_metrics = True
         torch.manual_seed(1)
         learn.fit_one_cycle(2)
@@ -106,11 +108,11 @@ def test_validation_in_slices(coupled):
     seen = []
     def metric(p, y): seen.append(len(y)); return rmse(p, y)   # no mean of those of slices
     def model(): m = Sizes(); m.drop.p = 0.; return m
-    a,b = whole(lambda: MicroBatch(5, coupled), metrics=metric, model=model, but='buffers')
+    a,b = whole(lambda: MicroBatch(5, coupled=coupled), metrics=metric, model=model, but='buffers')
     assert max(n for _,n in a.model.sizes)==5 and set(seen)=={16,8}
     for x,y in zip(a.get_preds(with_loss=True), b.get_preds(with_loss=True)): close(x, y)
     close(a.validate(), b.validate())
-    c,_ = whole(lambda: MicroBatch(5, coupled, valid=False), metrics=metric, model=model, but='buffers')
+    c,_ = whole(lambda: MicroBatch(5, coupled=coupled, valid=False), metrics=metric, model=model, but='buffers')
     assert max(n for t,n in c.model.sizes if not t)==16 and max(n for t,n in c.model.sizes if t)==5
 
 @modes
@@ -124,7 +126,7 @@ def test_split(coupled):
         def batches(n): return [(x[i:min(i+bs,n)].T,y[i:min(i+bs,n)]) for i in range(0, n, bs)]
         return DataLoaders(*[DataLoader(batches(n), bs=None) for n in (76,24)])
     def split(b, bs): return [(b[0][:,i:i+bs],b[1][i:i+bs]) for i in range(0, b[0].shape[1], bs)]
-    whole(lambda: MicroBatch(5, coupled, split=split), dls=dls, model=Turned)
+    whole(lambda: MicroBatch(5, coupled=coupled, split=split), dls=dls, model=Turned)
 
 @modes
 def test_mixup(coupled):
@@ -132,7 +134,7 @@ def test_mixup(coupled):
     class StackedCE(nn.CrossEntropyLoss): y_int = True   # as fastai's: MixUp mixes losses, not targets
     def mixer(): cb = MixUp(.4); cb.distrib = torch.distributions.Beta(*torch.tensor([.4,.4])); return cb
     torch.set_default_dtype(torch.float64)   # of λ
-    try: a,b = pair(lambda: MicroBatch(8, coupled), 32, also=mixer, loss_func=StackedCE(), **one_group,
+    try: a,b = pair(lambda: MicroBatch(8, coupled=coupled), 32, also=mixer, loss_func=StackedCE(), **one_group,
                     x=features(76, 16).view(76,1,4,4), y=classes(76),
                     model=lambda: nn.Sequential(nn.Flatten(), small_model(16)))
     finally: torch.set_default_dtype(torch.float32)

@@ -53,8 +53,8 @@ def state(learn):
     opt = [] if learn.opt is None else [dict(learn.opt.state[p]) for ps in learn.opt.param_lists for p in ps]
     return ([o.clone() for o in learn.model.state_dict().values()], [p.requires_grad for p in learn.model.parameters()],
             [None if p.grad is None else p.grad.clone() for p in learn.model.parameters()], opt, torch.get_rng_state(),
-            list(learn.cbs), list(getattr(learn.recorder, 'losses', [])), learn.dls, getattr(learn.dls.loaders[0], 'rng', random).getstate(), learn.model.training,
-            set(vars(learn)))
+            list(learn.cbs), list(getattr(learn.recorder, 'losses', [])), learn.dls,
+            getattr(learn.dls.loaders[0], 'rng', random).getstate(), learn.model.training, set(vars(learn)))
 
 def same(a, b):
     if isinstance(a, Tensor): return torch.equal(a, b)
