@@ -304,7 +304,8 @@ def settings(model, cbs, xb):
 
 def fresh(cb, learn, copy):
     "A new callback like `cb` for a copy of the model"
-    if isinstance(cb, MicroBatch): return MicroBatch(1 if cb.bs==1 else 3, cb.coupled, cb.exact, split=cb.split)
+    if isinstance(cb, MicroBatch):
+        return MicroBatch(1 if cb.bs==1 else 3, coupled=cb.coupled, exact=cb.exact, split=cb.split)
     return GradientCheckpointing(cb.blocks and [copy.get_submodule(o.name) for o in cb.found(learn)])
 
 # %% ../../nbs/know/prove.ipynb #e999f73e
