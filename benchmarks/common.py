@@ -25,28 +25,10 @@ def machine():
     import fastai
     return f'{cpu}, {os.cpu_count()} cores{gpu}; Python {platform.python_version()}, torch {torch.__version__}, fastai {fastai.__version__}'
 
-@contextmanager
-def quiet():
-    "Hide what the profiler of some versions of PyTorch writes to standard error"
-    sys.stderr.flush()
-    kept = os.dup(2)
-    with open(os.devnull, 'w') as null: os.dup2(null.fileno(), 2)
-    try: yield
-    finally: os.dup2(kept, 2); os.close(kept)
-
 def peak_bytes(f):
-    "The peak of the bytes that `f` allocates, on top of what was there before. Every allocation is counted; nothing is sampled"
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize(); torch.cuda.reset_peak_memory_stats()
-        start = torch.cuda.memory_allocated(); f(); torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated()-start
-    with quiet(), torch.profiler.profile(profile_memory=True) as prof: f()
-    when = lambda e: e.start_ns() if hasattr(e, 'start_ns') else e.start_us()   # the name in older PyTorch
-    events = [(when(e), e.nbytes()) for e in prof.profiler.kineto_results.events() if e.name()=='[memory]']
-    now = peak = 0
-    for _,n in sorted(events, key=lambda o: o[0]): now += n; peak = max(peak, now)
-    return peak
+    "The peak of the bytes that `f` allocates, on the GPU if there is one, on top of what was there before"
+    from fastai_accum.know.what_fits import peak_bytes
+    return peak_bytes(f, torch.device('cuda' if torch.cuda.is_available() else 'cpu'))
 
 @contextmanager
 def apart():

@@ -6,7 +6,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/know/what_fits.html.md"""
 
 # %% auto #0
 __all__ = ['margin', 'peak_bytes', 'n_bytes', 'as_text', 'free_bytes', 'largest_batch', 'Meter', 'Way', 'has_bar', 'Trials',
-           'Fits']
+           'Again', 'Preds', 'is_mean', 'Fits']
 
 # %% ../../nbs/know/what_fits.ipynb #649d69d4
 import gc,io,os,sys,time,warnings
@@ -21,13 +21,14 @@ from .. import core
 from ..core import AccumulateStep,in_charge
 from ..exact.draws import Draws
 from ..exact.lockstep import AtNorms
+from ..loss import loss_reduction,loss_weight
 from ..memory.checkpointing import GradientCheckpointing
 from ..memory.offload import Host,OffloadActivations
 from ..microbatch import MicroBatch
 from ..refusals import check_count
 from ..replace import lent
 from ..rewind import is_out_of_memory
-from ..slices import leaves
+from ..slices import join,leaves,tree_map
 from ..windows import n_of
 from .trial import Given
 from .unchanged import unchanged
@@ -93,7 +94,9 @@ def largest_batch(learn, n=3):
 class Meter(Callback):
     "Takes the time of `n_try` steps after one that warms up, and ends the fit; with `n_try=0`, after the predictions"
     order,run_valid,name,num_it = math.inf,False,'lr_finder',0
-    def __init__(self, n_try): self.n_try,self.n_batch,self.has_stepped,self.log = n_try,0,False,[]
+    def __init__(self, n_try):
+        self.n_try,self.n_batch,self.has_stepped,self.log = n_try,0,False,[]
+        if not n_try: self.order = -math.inf   # before callbacks that keep what the model returns, as those of RNNs do
     def after_pred(self):
         if not self.n_try: raise CancelFitException
     def after_step(self): self.has_stepped = True
@@ -141,14 +144,20 @@ class Trials:
         self.own = [type(o).__name__ for o in learn.cbs if isinstance(o, _ours)]
         self.is_frozen = bool(getattr(learn.opt, 'frozen_idx', 0))
         self.can_move = not Host(learn.model).here(torch.empty(0, device=self.device))   # activations to the host
-        self.norms,self.draws,self.compares = 0,0,False   # what `look` finds
+        self.norms,self.draws,self.compares,self.is_mean = 0,0,False,None   # what `look` finds
 
 # %% ../../nbs/know/what_fits.ipynb #1d71315e
+class Again(Given):
+    "Yields batches on the device where the loader puts them, or on the CPU"
+    def __iter__(self):
+        device = getattr(self.dl, 'device', None)
+        return (to_device(b, device) if device else b for b in super().__iter__())
+
 @patch
 def given(self:Trials):
     "The learner's `DataLoaders`, with one batch again and again"
     dls = copy(self.learn.dls)
-    dl = Given(dls.train, [self.batch]*max(1, len(dls.train))*(20+self.n_try), self.n)
+    dl = Again(dls.train, [self.batch]*max(1, len(dls.train))*(20+self.n_try), self.n)
     if 'loaders' in vars(dls): dls.loaders = [dl, *dls.loaders[1:]]
     else: dls.train = dl
     return dls
@@ -167,6 +176,28 @@ def ready(self:Trials, as_is=False):
         if self.is_frozen: learn.opt.unfreeze()
         yield
 
+# %% ../../nbs/know/what_fits.ipynb #80b43da4
+class Preds(Callback):
+    "Keeps the predictions and targets of the first four slices, and then ends the fit"
+    order,run_valid = math.inf,False
+    def __init__(self): self.found = []
+    def after_pred(self):
+        self.found.append(tree_map(_number, (self.pred,*self.yb)))
+        raise CancelBatchException if len(self.found)<4 else CancelFitException
+
+def _number(o): return o.detach().float() if isinstance(o, Tensor) and o.is_floating_point() else o
+
+# %% ../../nbs/know/what_fits.ipynb #96bb2a7f
+def is_mean(loss_func, bs, weight=None):
+    "Whether the loss of the slices `bs` is the mean of the losses of both halves; `None` if it cannot be computed"
+    weight = weight or partial(loss_weight, loss_func)
+    def total(bs):
+        b = join(bs, [len(leaves(o)[0][1]) for o in bs])
+        return float(loss_func(*b))*(weight(*b) if loss_reduction(loss_func)!='sum' else 1)
+    try: whole,parts = total(bs),total(bs[:2])+total(bs[2:])
+    except Exception: return None   # such as a loss with targets of another kind
+    return not abs(whole-parts)>1e-4*abs(whole)
+
 # %% ../../nbs/know/what_fits.ipynb #e09315fa
 @contextmanager
 def _warnings():
@@ -175,14 +206,15 @@ def _warnings():
 @patch
 def look(self:Trials):
     "Find out what slices would change"
-    norms,draws,two = [],Draws(),min(2, self.n)
+    norms,draws,preds,loss_func = [],Draws(),Preds(),self.learn.loss_func   # MixUp replaces it in a fit
     def note(o, f): norms.append(o); return f()
-    def run(**kwargs): self.learn.fit(1, cbs=[MicroBatch(two, **kwargs), Meter(0)])
+    def run(cb, **kwargs): self.learn.fit(1, cbs=[MicroBatch(min(2, self.n), **kwargs), cb])
     with self.ready(),_warnings():
         try:
-            with AtNorms(note),draws: run()
+            with AtNorms(note),draws: run(preds)
             self.norms,self.draws = len(norms),sum(o.moved for o in draws.draws)
-            if not (norms or self.draws): run(coupled=True)
+            self.is_mean = is_mean(loss_func, preds.found, getattr(in_charge(self.learn), 'weight', None))
+            if not (norms or self.draws): run(Meter(0), coupled=True)
         except ValueError: self.compares = True
         except Exception as e:
             if not is_out_of_memory(e): raise
@@ -195,6 +227,7 @@ def what_stays(self:Trials, cbs, told):
     cut = first(cbs, risinstance(MicroBatch))
     if cut is None or cut.exact or cut.size>=self.n: return _same
     if self.compares: return 'not the same: the model compares samples'
+    if self.is_mean is False and not cut.coupled: return 'not the same: the loss compares samples'
     norms = [f'batch norm sees {cut.size} of {self.n}']*bool(self.norms)
     return ', '.join(norms + ['other dropout masks']*bool(self.draws)) or _same
 
@@ -250,11 +283,13 @@ def try_slices(self:Trials, then='', cbs=list, k=2, **kwargs):
     return k if way.fits else 2
 
 # %% ../../nbs/know/what_fits.ipynb #d87c4480
+@patch(as_prop=True)
+def flags(self:Trials): return dict(coupled=True) if self.is_mean is False else {}   # what slices need
+
 @patch
 def try_cut(self:Trials):
-    "Plain slices, and if they change something, slices with `exact=True`"
-    self.look()
-    k,way = self.try_slices(),self.rows[-1]
+    "Slices, with `coupled=True` if the loss needs it, and if they change something, slices with `exact=True`"
+    k,way = self.try_slices(**self.flags),self.rows[-1]
     if not (self.norms or self.draws): return
     if self.norms and not self.can_move:
         self.leave_out('`exact=True`', 'with batch norm, it saves memory on a GPU only')
@@ -268,6 +303,7 @@ def _offloads(): return [OffloadActivations()]
 @patch
 def try_all(self:Trials):
     "Try the ways that make sense, the simplest first"
+    if self.n>1: self.look()
     whole = self.try_way()
     if whole.fits and whole.is_same: return self.leave_out('all others', 'the learner fits as it is')
     if self.n>1: self.try_cut()
@@ -279,7 +315,7 @@ def try_all(self:Trials):
     if self.can_move: self.try_way(both, lambda: _checkpoints()+_offloads())
     is_same = not (self.norms or self.draws or self.compares)
     if self.n>1 and (is_same or self.budget and not self.best):
-        self.try_slices('.gradient_checkpointing()', _checkpoints)
+        self.try_slices('.gradient_checkpointing()', _checkpoints, **self.flags)
 
 # %% ../../nbs/know/what_fits.ipynb #c5f5e4d7
 @patch(as_prop=True)
@@ -292,8 +328,8 @@ def note(self:Trials):
     "What was measured, and what was left out"
     frozen = ', with everything unfrozen'*self.is_frozen
     text = f'Memory is what a step takes at its peak, on {self.n} samples ({self.which}){frozen}.'
-    cut = ' Your loss was not looked at; if it compares samples, slices need coupled=True.'
-    text += cut*any('micro_batch' in o.line for o in self.rows)
+    cut = ' Your loss could not be tried on slices; if it compares samples, they need coupled=True.'
+    text += cut*(self.is_mean is None and any('micro_batch' in o.line for o in self.rows))
     return text + f" Left out: {', '.join(self.left_out)}."*bool(self.left_out)
 
 # %% ../../nbs/know/what_fits.ipynb #74e38cac

@@ -162,3 +162,19 @@ def test_errors(monkeypatch):
     with pytest.raises(ValueError, match="yields no batch"): learner(dl_bs=64).what_fits()
     monkeypatch.setenv('WORLD_SIZE', '2')
     with pytest.raises(RuntimeError, match='call it in one process'): learn.what_fits()
+
+def info_nce(pred, y):
+    a,b = F.normalize(pred, dim=1).chunk(2)
+    return F.cross_entropy(a@b.T/.1, torch.arange(len(a)))
+def rmse(pred, y): return F.mse_loss(pred[:,0], y.float()).sqrt()
+
+@pytest.mark.parametrize('loss', [info_nce, rmse], ids=lambda o: o.__name__)
+def test_a_loss_that_compares_samples_gets_coupled(loss):
+    learn = learner()
+    learn.loss_func = loss
+    found = fits(learn, int(.7*fits(learn).ways[0].peak))
+    cut = found.ways[1]
+    assert cut.line=='learn.micro_batch(8, coupled=True)' and cut.is_same and cut.fits
+    assert not any('micro_batch' in o.line and 'coupled' not in o.line for o in found.ways)
+    learn.micro_batch(8)
+    assert fits(learn, '1GB').ways[0].same=='not the same: the loss compares samples'

@@ -1,0 +1,127 @@
+"""What `learn.what_fits()` says for six learners, and what each of its lines then takes when it is pasted and run.
+
+    python benchmarks/what_fits.py            # print the tables, about ten minutes on two cores
+    python benchmarks/what_fits.py --save     # and write them to benchmarks/results/what_fits.json, which the docs show
+
+The data is random and the weights are untrained, so nothing is downloaded. The budget is 80 % of what the learner takes as it is. `pasted` is the peak of two epochs
+with the line, measured as `what_fits` measures: what a step allocates on top of the weights, with the gradients and the state of the optimizer.
+"""
+import argparse,io,random,warnings
+from contextlib import redirect_stdout
+from functools import partial
+from common import *
+if __name__=='__main__': keep_memory()
+warnings.filterwarnings('ignore')
+from fastai.tabular.all import *
+from fastai.text.all import *
+from fastai.vision.all import *
+from fastai.callback.progress import ProgressCallback
+from fastai_accum.all import *
+from fastai_accum.know.what_fits import as_text
+from fastai_accum.rewind import is_out_of_memory
+
+def loaders(data, bs, device): return DataLoaders.from_dsets(data, data, bs=bs, device=device)
+
+def images(bs, px, device, masks=False):
+    def y(): return torch.randint(10, (px,px) if masks else ())
+    return loaders([(torch.randn(3,px,px), y()) for _ in range(3*bs)], bs, device)
+
+def resnet(device, arch=resnet34, bs=32, px=96):
+    return vision_learner(images(bs, px, device), arch, n_out=10, pretrained=False, normalize=False, loss_func=CrossEntropyLossFlat())
+
+def unet(device, bs=8, px=96):
+    dls = images(bs, px, device, masks=True)
+    return unet_learner(dls, resnet34, n_out=10, pretrained=False, normalize=False, loss_func=CrossEntropyLossFlat(axis=1))
+
+def text(device, bs=16):
+    df = pd.DataFrame(dict(text=[' '.join(random.choices('abcdefgh', k=n)) for n in random.choices(range(20,141), k=3*bs)], label=random.choices('xy', k=3*bs)))
+    dls = TextDataLoaders.from_df(df, text_col='text', label_col='label', valid_pct=.1, bs=bs, device=device)
+    return text_classifier_learner(dls, AWD_LSTM, pretrained=False, config=dict(awd_lstm_clas_config, emb_sz=200, n_hid=400))
+
+class Transformer(nn.Module):
+    "Classifies sequences of tokens"
+    def __init__(self, d, n, n_layer, heads):
+        super().__init__()
+        self.emb,self.pos = nn.Embedding(5000, d),nn.Parameter(torch.randn(n, d)*.02)
+        layer = nn.TransformerEncoderLayer(d, heads, 4*d, batch_first=True)
+        self.body,self.head = nn.TransformerEncoder(layer, n_layer, enable_nested_tensor=False),nn.Linear(d, 10)
+    def forward(self, x): return self.head(self.body(self.emb(x)+self.pos).mean(1))
+
+def transformer(device, bs=32, n=128, d=128, n_layer=4, heads=4):
+    data = [(torch.randint(5000, (n,)), torch.randint(10, ())) for _ in range(3*bs)]
+    return Learner(loaders(data, bs, device), Transformer(d, n, n_layer, heads), loss_func=CrossEntropyLossFlat())
+
+def tabular(device, bs=1024):
+    n = 4*bs
+    df = pd.DataFrame({**{f'x{i}':np.random.rand(n) for i in range(20)}, 'b':np.random.choice(list('xyz'), n), 'y':np.random.choice(['no','yes'], n)})
+    dls = TabularDataLoaders.from_df(df, procs=[Categorify,Normalize], cat_names=['b'], cont_names=[f'x{i}' for i in range(20)], y_names='y', bs=bs, device=device)
+    return tabular_learner(dls, layers=[400,200])
+
+def info_nce(pred, y):
+    "Samples `i` and `i+n/2` are partners (van den Oord et al., 2018, equation 4)"
+    a,b = F.normalize(pred, dim=1).chunk(2)
+    return F.cross_entropy(a@b.T/.1, torch.arange(len(a), device=a.device))
+
+def contrastive(device, bs=64, px=32):
+    convs = [ConvLayer(ni, 32, norm_type=None) for ni in (3,32,32)]
+    return Learner(images(bs, px, device), nn.Sequential(*convs, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 16)), loss_func=info_nce)
+
+nets = {'`vision_learner`, ResNet-34, 32 images of 96 pixels':resnet, '`unet_learner`, ResNet-34, 8 images of 96 pixels':unet,
+        '`text_classifier_learner`, AWD-LSTM with 3 layers of 400, 16 texts':text, 'A transformer with 4 layers of 128, 32 sequences of 128 tokens':transformer,
+        '`tabular_learner`, layers of 400 and 200, 1,024 rows':tabular,
+        'A contrastive loss, 3 convolutions, 64 images of 32 pixels':contrastive}
+
+def learner(make, device):
+    set_seed(0)
+    learn = make(device)
+    learn.remove_cb(ProgressCallback); learn.logger = noop
+    return learn
+
+class Stop(Callback):
+    "Ends the fit at the first prediction, after what is done once, such as a proof"
+    order = -math.inf   # before callbacks that keep what the model returns
+    def after_pred(self): raise CancelFitException
+
+def pasted(make, device, line):
+    "The peak of two epochs with `line`, or `None` if memory runs out"
+    learn = learner(make, device)
+    if line: exec(line, dict(learn=learn))
+    try:
+        with redirect_stdout(io.StringIO()):
+            learn.fit(1, cbs=Stop())
+            return peak_bytes(partial(learn.fit, 2, cbs=NoValid()))   # in the second epoch, the optimizer has its state
+    except Exception as e:
+        if not is_out_of_memory(e): raise
+
+def rows(make, device, budget=None, n_try=3):
+    "The result of `what_fits`, as dictionaries; without a `budget`, it is 80 % of what the learner takes as it is"
+    if budget is None: budget = int(.8*learner(make, device).what_fits('1000GB', n_try=1).ways[0].peak)
+    fits = learner(make, device).what_fits(budget, n_try=n_try)
+    shown = fits.table.rename(columns={'samples/s':'speed', 'what stays':'stays'})[['time','speed','stays']].to_dict('records')
+    ways = [dict(line=o.line, peak=o.peak, fits=o.fits, is_same=o.is_same, pasted=pasted(make, device, o.line), **t) for o,t in zip(fits.ways, shown)]
+    return dict(title=fits.title, note=fits.note, budget=budget, ways=ways)
+
+def error(w):
+    "How far the peak of the pasted line is from what the table said"
+    return abs(w['pasted']/w['peak']-1) if w['peak'] and w['pasted'] else None
+
+def show(name, r):
+    print(f"\n{name}\n\n{r['title']}\n")
+    print(table([(w['line'] or '(as it is)', as_text(w['peak']) if w['peak'] else 'out of memory', as_text(w['pasted']) if w['pasted'] else 'out of memory',
+                  f'{error(w):.1%}' if error(w) is not None else '', {True:'yes', False:'no'}[w['fits']], w['time'], w['speed'], w['stays']) for w in r['ways']],
+                ['line','peak','pasted','apart','fits','time','samples/s','what stays']))
+    print(f"\n{r['note']}", flush=True)
+
+def measure(nets, device, name, save_it, budget=None):
+    "Print the table of each of `nets`, and write them to results/`name`.json"
+    res = {}
+    for net,make in nets.items(): res[net] = rows(make, device, budget); show(net, res[net])
+    far = max(error(w) or 0 for r in res.values() for w in r['ways'])
+    print(f'\nThe pasted lines take what the tables say, within {far:.1%}')
+    assert far<.05, far
+    if save_it: save(name, rows=res, error=far)
+
+if __name__=='__main__':
+    p = argparse.ArgumentParser(); p.add_argument('--save', action='store_true'); args = p.parse_args()
+    print(machine())
+    measure(nets, torch.device('cpu'), 'what_fits', args.save)
