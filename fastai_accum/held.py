@@ -132,12 +132,13 @@ class Hidden:
 # %% ../nbs/held.ipynb #eaa71d72
 class ModelState:
     "What a forward pass of `model` can change, as it is now"
-    def __init__(self, model, objects=None, devices=None):   # what can change, and where; `None` looks for it
+    # `objects`, `buffers` and `devices`: what can change, and where; `None` looks for it
+    def __init__(self, model, objects=None, buffers=None, devices=None):
         self.model,self.random = get_model(model),RandomState(accelerators(model) if devices is None else devices)
         self.objects = held(self.model) if objects is None else objects
-        self.held = Held(self.objects)
-        self.dicts = [m._buffers for m,_ in self.held.was if isinstance(m, nn.Module) and m._buffers]
-        self.buffers = {id(b):(b,b.clone()) for bs in self.dicts for b in bs.values() if b is not None}
+        self.held,self.dicts = Held(self.objects),[m._buffers for m in self.model.modules() if m._buffers]
+        found = [(id(bs),k,b) for bs in self.dicts for k,b in bs.items() if b is not None]
+        self.buffers = {id(b):(b,b.clone()) for i,k,b in found if buffers is None or (i,k) in buffers}
 
     def restore(self):
         self.held.restore()
@@ -146,9 +147,9 @@ class ModelState:
         gc.collect()   # a cycle of references may hold activations
         for d in self.random.devices: getattr(torch, d.type).empty_cache()
 
-    def lend(self, which=None):
-        "Give the modules copies of their buffers as they were, all or those with an `id` in `which`; return these"
-        new = {i:was.clone() for i,(_,was) in self.buffers.items() if which is None or i in which}
+    def lend(self):
+        "Give the modules copies of their buffers as they were, and return these by the `id` of the buffers"
+        new = {i:was.clone() for i,(_,was) in self.buffers.items()}
         for bs in self.dicts: bs.update({k:new[id(b)] for k,b in bs.items() if id(b) in new})
         return new
 
@@ -167,13 +168,7 @@ class ModelState:
 # %% ../nbs/held.ipynb #caa01686
 class Turns:
     "Each of `n` slices begins from `state`; in its next turn, the model holds what it held at the end of its last"
-    # `objects` and `buffers`, by `id`: what changes, if it is known
-    def __init__(self, state, n, objects=None, buffers=None):
-        self.state,self.objects,self.own = state,objects,[None]*n
-        for k in range(n if objects is not None else 0):
-            state.lend(buffers)
-            self.own[k] = Held(objects)
-            state.held.restore()
+    def __init__(self, state, n): self.state,self.own = state,[None]*n
 
     @contextmanager
     def __call__(self, k):
@@ -181,7 +176,7 @@ class Turns:
         if self.own[k]: self.own[k].restore()
         else: s.held.restore(); s.lend()
         try: yield
-        finally: self.own[k] = Held(s.objects if self.objects is None else self.objects)
+        finally: self.own[k] = Held(s.objects)
 
 # %% ../nbs/held.ipynb #caa01687
 @patch

@@ -8,9 +8,9 @@ Docs: https://fastai-accum.github.io/fastai_accum/exact/whole.html.md"""
 __all__ = ['Whole', 'refuse', 'few_samples', 'settings', 'watch', 'alone', 'check']
 
 # %% ../../nbs/exact/whole.ipynb #68a53796
-from contextlib import contextmanager,nullcontext
+from contextlib import contextmanager
 from fastai.basics import *
-from .draws import Dealt,Deck,Differs,Draws,batch_dims,running
+from .draws import Deck,Differs,Draws,batch_dims,running
 from .lockstep import AtNorms,Lockstep,in_thread
 from ..memory.checkpointing import GradientCheckpointing
 from ..memory.offload import Host
@@ -100,8 +100,10 @@ def watch(state, forward, xb):
         with Draws(where) as draws,AtNorms(note): forward(*tree_map(_copy, xb))
         note()
         moved = {i for i in state.moved(lent) if id(lent[i]) not in still}
-    changed.update((id(bs), bs) for bs in state.dicts if moved & {id(b) for b in bs.values()})
-    return SimpleNamespace(draws=draws.draws, norms=norms, objects=list(changed.values()), buffers=moved)
+    own = [(bs,k) for bs in state.dicts for k,b in bs.items() if id(b) in moved]
+    changed.update((id(bs), bs) for bs,_ in own)
+    buffers = {(id(bs),k) for bs,k in own}
+    return SimpleNamespace(draws=draws.draws, norms=norms, objects=list(changed.values()), buffers=buffers)
 
 def _copy(o): return o.clone() if isinstance(o, Tensor) else o.copy()   # the model may change its input
 
@@ -110,24 +112,25 @@ def _copy(o): return o.clone() if isinstance(o, Tensor) else o.copy()   # the mo
 def run_slices(self:Whole, plan, state, forward, parts, sizes):
     "The predictions for each slice, run according to the `plan`"
     model,hidden,deck = state.model,Hidden(state.model),Deck(plan.draws, sum(sizes))
+    def now(): return ModelState(model, plan.objects, plan.buffers)   # what the model changes, and no more
+    turns = Turns(now(), len(parts))
     def at(k): return sum(sizes[:k]),sizes[k]
-    def deal(k): return Dealt(deck, *at(k)) if plan.draws else nullcontext()
     if plan.norms or not torch.is_grad_enabled():
         @contextmanager
         def around(k):
-            with hidden.rows(*at(k), sum(sizes)),deal(k): yield
-        turns = Turns(state, len(parts), plan.objects, plan.buffers)
+            with hidden.rows(*at(k), sum(sizes)),deck.deal(*at(k)): yield
         steps = Lockstep(model, forward, parts, Host(model), around, turns)
         preds,n = steps.run(),len(steps.meetings)
     else:
-        turns,preds,n = Turns(state, len(parts)),[],0
+        preds,n = [],0
         for k,part in enumerate(parts):
             def run(*xs, k=k):
-                with deal(k),AtNorms(alone): return forward(*xs)
+                with deck.deal(*at(k)),AtNorms(alone): return forward(*xs)
             with turns(k),hidden.rows(*at(k), sum(sizes)):
-                preds.append(recomputed(run, part, ModelState(model, state.objects)))
-    turns.end(sizes); deck.end()
-    check(plan, turns, n)
+                preds.append(recomputed(run, part, now()))
+    turns.end(sizes)
+    check(plan, state, n, deck.ends)
+    deck.end()
     return preds
 
 def alone(o, f): raise Differs(f"{_differs} comes to a batch norm, although it came to none {_before}")
@@ -135,13 +138,14 @@ def alone(o, f): raise Differs(f"{_differs} comes to a batch norm, although it c
 # %% ../../nbs/exact/whole.ipynb #7b3b2817
 _differs,_before = "MicroBatch: exact=True is not possible: the model","with the first samples of the batch"
 
-def check(plan, turns, n):
+def check(plan, state, n, ends):
     "Raise an error if the model has come to `n` norms, or has changed in another way than the `plan` says"
-    state,known = turns.state,{id(o) for o in plan.objects}
+    known = {id(o) for o in plan.objects}
     if n!=len(plan.norms):
         raise Differs(f"{_differs} comes to {n} batch norms, although it came to {len(plan.norms)} {_before}")
-    odd = [type(o).__name__ for o in state.held.changed() if turns.objects is not None and id(o) not in known]
-    if not plan.draws: odd += [type(g).__name__ for g,was in state.random.was[2:] if not g.get_state().equal(was)]
+    odd = [type(o).__name__ for o in state.held.changed() if id(o) not in known]
+    stay = [(g, ends.get(g, was)) for g,was in state.random.was]+state.held.was   # no slice moves a generator alone
+    odd += [type(g).__name__ for g,was in stay if isinstance(g, torch.Generator) and not g.get_state().equal(was)]
     if odd: raise Differs(f"{_differs} changes a {odd[0]}, although it changed none {_before}")
 
 # %% ../../nbs/exact/whole.ipynb #6dcd3e54
