@@ -21,7 +21,7 @@ from fastai.callback.hook import Hook
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from ..exact.lockstep import AtNorms
-from .trial import Middles,_double,apart,in_double,train
+from .trial import Middles,double,apart,indouble,train
 from ..memory.checkpointing import GradientCheckpointing
 from ..microbatch import MicroBatch
 from ..held import RandomState,accelerators
@@ -192,7 +192,7 @@ class Blind(Callback):
 # %% ../../nbs/know/prove.ipynb #19c1107c
 def run(model, batches, n_inp, cbs=(), blind=False):
     "Train `model` on `batches` with the callbacks `cbs`; return what was seen"
-    batches = tree_map(_double, deepcopy(batches))   # the model may change its input
+    batches = tree_map(double, deepcopy(batches))   # the model may change its input
     dls = SimpleNamespace(train=batches, loaders=[batches], n_inp=n_inp)
     learn = Learner(dls, model, plain_loss, SGD, cbs=[Seen(),*[Blind()]*blind], default_cbs=False)
     modes = [AtNorms(by_itself),Alike()] if blind else [FairCoins()]
@@ -240,7 +240,7 @@ def prove(
     "Train copies of `model` on `batches`, as a whole and with the callbacks, and compare"
     start = time.time()
     def trial(cbs=lambda _: [], jitter=False):
-        copy = in_double(model, device, {id(o):o for o in shared})
+        copy = indouble(model, device, {id(o):o for o in shared})
         for p in copy.parameters() if jitter else (): p.data *= 1 + 2e-16*torch.randn_like(p)
         return run(copy, batches, n_inp, cbs(copy), blind)
     with apart(model), ThreadPoolExecutor(1) as pool:   # Ctrl-C waits, and a new thread has no autocast and no modes

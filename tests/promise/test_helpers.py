@@ -236,7 +236,7 @@ def test_check_finds_the_causes():
     learn = learner(net(nn.BatchNorm1d(5), nn.Dropout()), masked, AccumulateStep(4))
     before = [[o.clone() for o in learn.model.state_dict().values()], torch.get_rng_state()]
     check = learn.check_accumulation()
-    assert {o.kind:o.place for o in check.causes}=={'batch norm':'1', 'dropout':'2', 'loss':'masked'}
+    assert {o.kind:o.where for o in check.causes}=={'batch norm':'1', 'dropout':'2', 'loss':'masked'}
     close([list(learn.model.state_dict().values()), torch.get_rng_state()], before, 0)
     assert all('MicroBatch(bs=8, exact=True)' in o.remedy for o in check.causes[:2])
     assert check.causes[2].remedy=='AccumulateStep(n_step=4, weight=lambda pred, *yb: (yb[0]!=0).sum())'
