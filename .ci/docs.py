@@ -141,7 +141,7 @@ def stacked(text, width=50):
     def stack(m):
         rows = [re.findall(r'<t[hd]\b.*?</t[hd]>', o, flags=re.S) for o in re.split(r'<tr\b', m[0])[1:]]
         longest = [max(len(plain(c)) for c in column) for column in zip(*rows)]
-        if len({*map(len, rows)})>1 or sum(2+min(18, n) for n in longest)<=width: return m[0]
+        if len({*map(len, rows)})>1 or sum(2+min(30, n) for n in longest)<=width: return m[0]
         names = iter([html.escape(plain(c)) for c in rows[0]]*len(rows))
         cells = re.sub(r'<t[hd]\b', lambda o: f'{o[0]} data-column="{next(names)}"', m[0])
         return cells.replace('<table', '<table data-stacked="true"', 1)

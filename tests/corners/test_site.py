@@ -221,6 +221,10 @@ def test_on_a_phone(path, page, root):
     assert not wide_tables(page)
     assert not page.evaluate("""[...document.querySelectorAll('.cell-output pre:not(.sourceCode)')]
         .filter(o => o.scrollWidth > o.clientWidth+1).map(o => o.innerText)"""), 'what is printed does not wrap'
+    assert not page.evaluate("""[...document.querySelectorAll('main table')]
+        .filter(o => o.scrollWidth > o.clientWidth+1)
+        .filter(o => [...o.querySelectorAll('td')].some(c => c.innerText.length > 40))
+        .map(o => o.innerText.slice(0, 80))"""), 'a table of texts scrolls sideways'
 
 TEXTS = 'main p, main li, main td, main th, main h1, main h2, main h3, main pre code, main pre span, main a, ' \
         '.sidebar-link, .navbar a'
@@ -249,8 +253,9 @@ BACKGROUND = "getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).
 @on_each_page
 def test_readable(path, scheme, page, root):
     "Text stands out by 3:1 at least (WCAG 2.1 asks that of large text), most of it by 4.5:1; no white box in the dark"
-    page.emulate_media(color_scheme=scheme)
+    page.emulate_media(color_scheme=scheme, reduced_motion='reduce')
     page.goto(root+path, wait_until='load')
+    page.wait_for_selector(f'.navbar[data-bs-theme={scheme}]')
     assert (sum(page.evaluate(BACKGROUND))<300)==(scheme=='dark'), 'the page does not follow the scheme of the system'
     ratios = page.evaluate(CONTRAST, TEXTS)
     assert ratios
