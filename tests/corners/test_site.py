@@ -324,6 +324,7 @@ def test_for_developers(page, root):
     readers = menu()
     found = json.loads((SITE/'search.json').read_text())
     page.click('.navbar >> text=For developers')
+    page.wait_for_url('**/windows.html')
     for o in DEVELOPERS:
         assert root+o in menu() and root+o not in readers
         assert not [e for e in found if e['href'].startswith(o)]
