@@ -2,7 +2,7 @@
 import pytest
 from pasted import *
 
-@pytest.mark.parametrize('name', ['tutorials/first_steps','howto/callbacks','core'])
+@pytest.mark.parametrize('name', ['tutorials/tabular','howto/callbacks','core'])
 def test_cells_run_as_they_are_read(name, tmp_path):
     error = paste(cells(pages[name]), tmp_path)
     assert not error, error
