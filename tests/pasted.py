@@ -1,6 +1,6 @@
 """The cells of a page that a reader sees, pasted one after the other into an empty notebook.
 
-The notebook lies in an empty folder. It can import the package and what is installed, but nothing else of this project."""
+The notebook lies in an empty folder. It can import the package and what is installed, nothing else of this project."""
 import json,os,re,subprocess,sys
 from pathlib import Path
 from fastcore.nbio import read_nb

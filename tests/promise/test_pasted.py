@@ -1,4 +1,4 @@
-"A reader who copies the cells of a page, one after the other, gets what the page shows: a few pages, and all in `corners`"
+"A reader who copies the cells of a page in order gets what the page shows: a few pages, and all of them in `corners`"
 import pytest
 from pasted import *
 
@@ -14,7 +14,7 @@ def test_a_name_that_the_page_hides_is_an_error(source, tmp_path):
     assert copied==['a = 2','a*n'] and 'NameError' in paste(copied, tmp_path)
 
 def test_what_readers_see_is_copied():
-    assert all(map(is_visible, ['n = 4', '#| fig-alt: "a plot"\nplot()', '#| code-fold: true\nn = 4', '#| echo: true\nn']))
+    assert all(map(is_visible, ['n = 4', '#| fig-alt: "a plot"\nplot()', '#| code-fold: true\nn', '#| echo: true\nn']))
 
 def test_the_notebook_is_alone(tmp_path):
     "No file and no module of this project can be imported, but the package"
