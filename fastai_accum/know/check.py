@@ -73,7 +73,7 @@ def _repr_html_(self:Check):
 # %% ../../nbs/know/check.ipynb #c1000001
 def plain(pred, *yb, reduction='mean'):
     "A mean over samples, each by itself; it is not linear, as that has no gradient behind a batch norm"
-    per = sum((1+(x-.3)**2).sqrt().reshape(len(x), -1).mean(1) for x in floats(pred))
+    per = sum((1+(x-.3)**2).sqrt().reshape(len(x) if x.ndim else 1, -1).mean(1) for x in floats(pred))
     return per.mean() if reduction=='mean' else per
 plain.y_int = True   # for `MixUp`
 
@@ -216,7 +216,7 @@ def gap(a, b): return off(a.kept['the gradient'][0], b.kept['the gradient'][0])
 def error(self:Bench, on, way=None, line=''):
     "The error of a step in the learner's own micro-batches, or in another `way`; at most `tol` if it is rounding"
     for seed in range(8):   # draws may be equal by luck
-        self.pair = seen,ref = [self.run(o, on, seed, line) for o in (way or self.windows, self.whole)]
+        seen,ref = (self.run(o, on, seed, line) for o in (way or self.windows, self.whole))
         self.raw = err = gap(seen, ref)
         if err>tol:   # batch norm over few samples amplifies rounding
             rounding = gap(self.run(self.whole, on, seed, line, jitter=True), ref)
@@ -294,7 +294,6 @@ def compared(self:Bench):
 def shown(cb): return re.sub(r'<function (\S+) at \w+>', r'\1', repr(cb))
 def name_of(f): return getattr(f := base_loss(f), '__name__', type(f).__name__)
 
-
 # %% ../../nbs/know/check.ipynb #c1000013
 @patch
 def causes(self:Bench, total):
@@ -310,20 +309,20 @@ def causes(self:Bench, total):
         e = self.error([*on, k])
         if k=='loss' and rest>tol: is_cause = not self.is_mean
         else: is_cause = e>tol and abs(e-rest)>1e-6*rest
-        if is_cause: found[k] = e,[*on, k],first_unlike(*self.pair)
+        if is_cause: found[k] = e,[*on, k]
         elif rest<=tol or k!='loss': on.append(k)
-    if rest>tol or not found:
-        e = self.error(on)
-        found['unknown'] = e if rest>tol else total,on,first_unlike(*self.pair)
+    if rest>tol or not found: found['unknown'] = (rest if rest>tol else total),on
     self.ways = ['exact','coupled'] if 'batch norm' in found or 'dropout' in found else ['coupled','exact']
     return [self.explained(k, *found[k]) for k in (*_kinds,*self.suspects,'unknown') if k in found]
 
 # %% ../../nbs/know/check.ipynb #c1000014
 @patch
-def explained(self:Bench, k, err, on, where):
+def explained(self:Bench, k, err, on):
     "The `Cause` for suspect `k`, with its remedy"
     kind = k if isinstance(k, str) else 'augmentation' if hasattr(type(k), 'before_batch') else 'callback'
-    where = type(k).__name__ if kind!=k else self.loss if k=='loss' else where or type(self.model).__name__
+    a,b = ((self.windows,on),(self.whole,on)) if k=='unknown' else ((self.whole,on),(self.whole,on[:-1]))
+    where = (type(k).__name__ if kind!=k else self.loss if k=='loss' else
+             first_unlike(self.run(*a), self.run(*b)) or type(self.model).__name__)
     return Cause(kind, where, err, '; or '.join(self.remedies(kind, on)))
 
 @patch
