@@ -130,15 +130,16 @@ class Hidden:
         if i+bs==n: self.set([(tree_map(lambda *hs: torch.cat(hs, dim=1), *hs),n) for hs in zip(*self.new)])
 
 # %% ../nbs/held.ipynb #eaa71d72
+def _buffers(model): return [(m._buffers,k) for m in model.modules() for k,b in m._buffers.items() if b is not None]
+
 class ModelState:
     "What a forward pass of `model` can change, as it is now"
     # `objects`, `buffers` and `devices`: what can change, and where; `None` looks for it
     def __init__(self, model, objects=None, buffers=None, devices=None):
         self.model,self.random = get_model(model),RandomState(accelerators(model) if devices is None else devices)
         self.objects = held(self.model) if objects is None else objects
-        self.held,self.dicts = Held(self.objects),[m._buffers for m in self.model.modules() if m._buffers]
-        found = [(id(bs),k,b) for bs in self.dicts for k,b in bs.items() if b is not None]
-        self.buffers = {id(b):(b,b.clone()) for i,k,b in found if buffers is None or (i,k) in buffers}
+        self.held,self.places = Held(self.objects),_buffers(self.model) if buffers is None else buffers
+        self.buffers = {id(bs[k]):(bs[k],bs[k].clone()) for bs,k in self.places}
 
     def restore(self):
         self.held.restore()
@@ -150,7 +151,7 @@ class ModelState:
     def lend(self):
         "Give the modules copies of their buffers as they were, and return these by the `id` of the buffers"
         new = {i:was.clone() for i,(_,was) in self.buffers.items()}
-        for bs in self.dicts: bs.update({k:new[id(b)] for k,b in bs.items() if id(b) in new})
+        for bs,k in self.places: bs[k] = new[id(bs[k])]
         return new
 
     def moved(self, new):
@@ -185,13 +186,14 @@ def end(self:Turns, sizes=None):
     ends,was = [_by_id(h) for h in self.own],_by_id(self.state.held)
     self.own[-1].restore()
     odd,skip = {id(o) for o in self.state.held.changed()},{id(m) for m in Hidden(self.state.model).ms}
+    dicts = {id(m._buffers) for m in self.state.model.modules()}
     for i in odd & ends[-1].keys() - skip:
         for k in keys(ends[-1][i]) if isinstance(ends[-1][i], (dict,list)) else ():
             try: vs = [e[i][k] for e in ends]
             except (KeyError,IndexError): continue
             old = was[i][k] if k in keys(was[i]) else None
             if all(v is old for v in vs): continue
-            if any(i==id(bs) for bs in self.state.dicts): ends[-1][i][k] = _mean(vs, sizes or [1]*len(vs), old)
+            if i in dicts: ends[-1][i][k] = _mean(vs, sizes or [1]*len(vs), old)
             elif sizes and _have_rows(vs, sizes, old):    ends[-1][i][k] = join(vs, sizes)
     self.own[-1].restore()
 

@@ -8,7 +8,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/exact/draws.html.md"""
 __all__ = ['aten', 'Differs', 'Draw', 'Inside', 'Draws', 'running', 'batch_dims', 'Deck', 'Dealt']
 
 # %% ../../nbs/exact/draws.ipynb #5179c758
-from contextlib import contextmanager,nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from fastai.basics import *
@@ -39,23 +39,21 @@ def _size(o):
     return o if isinstance(o, int) and not isinstance(o, bool) else None
 
 # %% ../../nbs/exact/draws.ipynb #a6bf9bd8
+def _flat(args, kwargs): return [x for o in (*args,*kwargs.values()) for x in (o if isinstance(o, list) else (o,))]
+
 def _generator(args, kwargs):
     "The generator that an operation draws from"
-    t = first(o for o in tree_flatten(args)[0] if isinstance(o, Tensor))
+    t = first(o for o in args if isinstance(o, Tensor))
     return kwargs.get('generator') or generator_of(kwargs.get('device') or (t.device if t is not None else 'cpu'))
 
 # %% ../../nbs/exact/draws.ipynb #ac5bcce6
 class Inside(TorchFunctionMode):
-    "A context that notes in `now` which of PyTorch's functions runs; `mode` is on in those of `funcs`"
-    def __init__(self, mode=None, funcs=()):
-        super().__init__()
-        self.mode,self.funcs,self.now = mode,funcs,None
-
+    "A context that notes in `now` which of PyTorch's functions runs"
+    now = None
     def __torch_function__(self, func, types, args=(), kwargs=None):
         self.now = func
-        with self.mode if func in self.funcs else nullcontext(): res = func(*args, **(kwargs or {}))
-        self.now = None
-        return res
+        try: return func(*args, **(kwargs or {}))
+        finally: self.now = None
 
 class Draws(TorchDispatchMode):
     "A context that notes in `draws` what is drawn; at its end, the generators go back"
@@ -78,10 +76,10 @@ class Draws(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if not _is_seeded(func): return func(*args, **kwargs)
-        g = _generator(args, kwargs)
+        g = _generator(_flat(args, kwargs), kwargs)
         before,out = g.get_state(),func(*args, **kwargs)
         self.states.setdefault(g, before)
-        found = tree_flatten((args,kwargs,out))[0]
+        found = [*_flat(args, kwargs), *tree_flatten(out)[0]]
         moved = not torch.equal(before, g.get_state())
         strides = [o.stride() if isinstance(o, Tensor) else () for o in found]
         self.draws.append(Draw(func, [_size(o) for o in found], strides, self.where(), self.inside.now, moved))
@@ -110,6 +108,7 @@ _known = set('bernoulli bernoulli_ rand randn randint rand_like randn_like randi
 # of these, each element takes the same share of the generator, whatever the others are
 
 def _name(func): return func._schema.name.split('::')[1]
+@lru_cache(None)
 def _is_known(func): return _name(func) in _known and not func._overloadname.endswith('out')
 
 def _batch_dim(x, y, n, m):
@@ -161,14 +160,6 @@ class Deck:
     "What a batch of `total` samples draws, after the `plan` that `batch_dims` has made"
     def __init__(self, plan, total):
         self.plan,self.total,self.drawn,self.ends = plan,total,{},{}
-        self.funcs = {draw.inside for draw,_ in plan}
-
-    @contextmanager
-    def deal(self, i, n):
-        "A context that deals rows `i` to `i+n` to a slice"
-        dealt = Dealt(self, i, n)
-        with dealt if None in self.funcs else Inside(dealt, self.funcs): yield
-        if dealt.at<len(self.plan): dealt.differs('nothing more', self.plan[dealt.at][0])
 
     def end(self):
         "Let the generators go on after the draws of the batch"
@@ -180,25 +171,14 @@ class Dealt(TorchDispatchMode):
         super().__init__()
         self.deck,self.i,self.n,self.at = deck,i,n,0
 
-    def differs(self, now, draw):
+    def end(self):
+        "The slice must have drawn all"
+        if self.at<len(self.deck.plan): self._differs('nothing more', self.deck.plan[self.at][0])
+
+    def _differs(self, now, draw):
         before = f'with {_name(draw.func)} {draw.sizes}' if draw else 'nothing'
         raise Differs(f"MicroBatch: exact=True is not possible: the model draws {now}, although it drew {before} for "
                       "the first samples of this batch; what it draws must not depend on the samples")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if not _is_seeded(func): return func(*args, **kwargs)
-        j,(given,spec),g = self.at,tree_flatten((args,kwargs)),_generator(args, kwargs)
-        draw,dims = self.deck.plan[j] if j<len(self.deck.plan) else (None,())
-        self.at += 1
-        now = f'with {_name(func)} {[_size(o) for o in given]}'
-        if draw is None or draw.func is not func: self.differs(now, draw)
-        if dims is None:
-            before,out = g.get_state(),func(*args, **kwargs)
-            if torch.equal(before, g.get_state()): return out
-            self.differs(now, None)
-        if any(self._odd(*o) for o in zip(given, draw.sizes, dims)): self.differs(now, draw)
-        return self._deal(j, func, given, spec, g)
 
     def _odd(self, o, size, dim):
         "Whether the size of `o` is not what a slice should have"
@@ -206,9 +186,24 @@ class Dealt(TorchDispatchMode):
         d,c = dim[0]
         return _size(o)!=(c*self.n if isinstance(size, int) else (*size[:d], c*self.n, *size[d+1:]))
 
+@patch   # PyTorch would wrap it in the class, which makes it slower
+def __torch_dispatch__(self:Dealt, func, types, args=(), kwargs=None):
+    kwargs = kwargs or {}
+    if not _is_seeded(func): return func(*args, **kwargs)
+    j,given = self.at,_flat(args, kwargs)
+    draw,dims = self.deck.plan[j] if j<len(self.deck.plan) else (None,())
+    self.at += 1
+    g,is_same = _generator(given, kwargs),draw is not None and draw.func is func
+    if is_same and dims is None:
+        before,out = g.get_state(),func(*args, **kwargs)
+        if torch.equal(before, g.get_state()): return out
+    elif is_same and not any(self._odd(*o) for o in zip(given, draw.sizes, dims)):
+        return self._deal(j, func, given, g, args, kwargs)
+    self._differs(f'with {_name(func)} {[_size(o) for o in given]}', draw)
+
 # %% ../../nbs/exact/draws.ipynb #6b1c2acd
 @patch
-def _deal(self:Dealt, j, func, given, spec, g):
+def _deal(self:Dealt, j, func, given, g, args, kwargs):
     "The rows of the slice in draw `j`, which is made now if no slice has made it"
     (draw,dims),drawn = self.deck.plan[j],self.deck.drawn
     is_new,keeps,drops = j not in drawn,_is_known(func) and func not in _by_values,func is aten.native_dropout.default
@@ -216,7 +211,8 @@ def _deal(self:Dealt, j, func, given, spec, g):
         before = g.get_state()
         if not is_new: g.set_state(drawn[j])
         big = [self._grow(*o, keeps) for o in zip(given, dims, draw.strides)]
-        a,kw = tree_unflatten([torch.ones_like(big[0]), *big[1:]] if drops else big, spec)
+        if drops: big[0] = torch.ones_like(big[0])
+        a,kw = tree_unflatten(big, tree_flatten((args,kwargs))[1])
         out = func(*a, **kw)
         outs = tree_flatten(out)[0]
         if drops: outs[0] = outs[0].max()   # by what the mask is multiplied
@@ -224,7 +220,7 @@ def _deal(self:Dealt, j, func, given, spec, g):
         else: g.set_state(before)
     if not keeps and not any(d for d,_ in dims): return out   # the same for all slices
     rows = [self._rows(o, d) for o,(d,_) in zip(drawn[j] if keeps else outs, dims[len(given):])]
-    rows = [torch.empty_like(o, device=g.device).copy_(o) for o in rows]
+    rows = [o.to(g.device, copy=not drops) for o in rows]
     if drops: return given[0].mul(rows[1]).mul_(rows[0]),rows[1]
     return given[0].copy_(rows[0]) if _name(func).endswith('_') else rows[0]   # some fill their argument
 

@@ -229,19 +229,20 @@ _signatures = {
     torch.batch_norm: _signature([(o,None) for o in _args])}
 
 class AtNorms(TorchFunctionMode):
-    "Call `norm(args, f)` in the place of each batch norm in training, which is `f()`"
-    def __init__(self, norm):
+    "Call `norm(args, f)` in the place of each batch norm in training, which is `f()`; `mode` is on in `funcs`"
+    def __init__(self, norm, mode=None, funcs=()):
         super().__init__()
-        self.norm = norm
+        self.norm,self.mode,self.funcs = norm,mode,funcs
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in _signatures:
-            bound = _signatures[func].bind(*args, **kwargs)
-            bound.apply_defaults()
-            o = SimpleNamespace(**bound.arguments)
-            if o.training: return self.norm(o, lambda: func(*args, **kwargs))
-        return func(*args, **kwargs)
+        def run(): return func(*args, **(kwargs or {}))
+        if func in self.funcs:
+            with self.mode: return run()
+        if func not in _signatures: return run()
+        bound = _signatures[func].bind(*args, **(kwargs or {}))
+        bound.apply_defaults()
+        o = SimpleNamespace(**bound.arguments)
+        return self.norm(o, run) if o.training else run()
 
 def norm_names(model):
     "The names of the modules of `model`, by the `id` of their parameters and buffers"
@@ -260,7 +261,7 @@ class Lockstep:
         forward:Callable, # What to call with the inputs of a slice
         parts:list, # The inputs of each slice
         host, # The `Host` where activations wait
-        around:Callable=lambda k: nullcontext(), # A context for slice `k`
+        around:Callable=lambda k, norm: AtNorms(norm), # A context for slice `k`, which calls `norm` at each batch norm
         turn:Callable=lambda k: nullcontext() # A context for each stretch of slice `k` from one norm to the next
     ):
         store_attr()
@@ -296,8 +297,7 @@ class Lockstep:
 
     def _slice(self, k, slice):
         slice.n_norms = 0
-        norms = AtNorms(partial(self._norm, slice, k))
-        with self.around(k),self.host.hooks(),norms: return self.forward(*self.parts[k])
+        with self.around(k, partial(self._norm, slice, k)),self.host.hooks(): return self.forward(*self.parts[k])
 
     def _norm(self, slice, k, o, _):
         "Slice `k` has come to a batch norm"

@@ -8,9 +8,9 @@ Docs: https://fastai-accum.github.io/fastai_accum/exact/whole.html.md"""
 __all__ = ['Whole', 'refuse', 'few_samples', 'settings', 'watch', 'alone', 'check']
 
 # %% ../../nbs/exact/whole.ipynb #68a53796
-from contextlib import contextmanager
+from contextlib import contextmanager,nullcontext
 from fastai.basics import *
-from .draws import Deck,Differs,Draws,batch_dims,running
+from .draws import Dealt,Deck,Differs,Draws,batch_dims,running
 from .lockstep import AtNorms,Lockstep,in_thread
 from ..memory.checkpointing import GradientCheckpointing
 from ..memory.offload import Host
@@ -100,10 +100,11 @@ def watch(state, forward, xb):
         with Draws(where) as draws,AtNorms(note): forward(*tree_map(_copy, xb))
         note()
         moved = {i for i in state.moved(lent) if id(lent[i]) not in still}
-    own = [(bs,k) for bs in state.dicts for k,b in bs.items() if id(b) in moved]
-    changed.update((id(bs), bs) for bs,_ in own)
-    buffers = {(id(bs),k) for bs,k in own}
-    return SimpleNamespace(draws=draws.draws, norms=norms, objects=list(changed.values()), buffers=buffers)
+    buffers = [(bs,k) for bs,k in state.places if id(bs[k]) in moved]
+    changed.update((id(bs), bs) for bs,_ in buffers)
+    funcs = {o.inside for o in draws.draws}
+    return SimpleNamespace(draws=draws.draws, funcs=None if None in funcs else funcs, norms=norms,
+                           objects=list(changed.values()), buffers=buffers)
 
 def _copy(o): return o.clone() if isinstance(o, Tensor) else o.copy()   # the model may change its input
 
@@ -112,20 +113,25 @@ def _copy(o): return o.clone() if isinstance(o, Tensor) else o.copy()   # the mo
 def run_slices(self:Whole, plan, state, forward, parts, sizes):
     "The predictions for each slice, run according to the `plan`"
     model,hidden,deck = state.model,Hidden(state.model),Deck(plan.draws, sum(sizes))
-    def now(): return ModelState(model, plan.objects, plan.buffers)   # what the model changes, and no more
+    def now(): return ModelState(model, plan.objects, plan.buffers, state.random.devices)   # what changes, and no more
     turns = Turns(now(), len(parts))
     def at(k): return sum(sizes[:k]),sizes[k]
+    @contextmanager
+    def deal(k, norm):
+        dealt = Dealt(deck, *at(k))
+        with dealt if plan.funcs is None else nullcontext(),AtNorms(norm, dealt, plan.funcs or ()): yield
+        dealt.end()
+    @contextmanager
+    def around(k, norm):
+        with hidden.rows(*at(k), sum(sizes)),deal(k, norm): yield
     if plan.norms or not torch.is_grad_enabled():
-        @contextmanager
-        def around(k):
-            with hidden.rows(*at(k), sum(sizes)),deck.deal(*at(k)): yield
         steps = Lockstep(model, forward, parts, Host(model), around, turns)
         preds,n = steps.run(),len(steps.meetings)
     else:
         preds,n = [],0
         for k,part in enumerate(parts):
             def run(*xs, k=k):
-                with deck.deal(*at(k)),AtNorms(alone): return forward(*xs)
+                with deal(k, alone): return forward(*xs)
             with turns(k),hidden.rows(*at(k), sum(sizes)):
                 preds.append(recomputed(run, part, now()))
     turns.end(sizes)
