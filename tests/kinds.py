@@ -623,23 +623,17 @@ def random_order_between_norms():
 
 gone = 'an attribute that is gone at the end'
 
+def kept_for_a_while(m, h):
+    m.tmp = m.a(h)
+    y = m.b(h.tanh())+m.tmp
+    m.tmp = None
+    return y
+
 @kind(gone, E, G)
-def none_again():
-    def f(m, h):
-        m.tmp = m.a(h)
-        y = m.b(h.tanh())+m.tmp
-        m.tmp = None
-        return y
-    return Odd(f, a=norm(), b=norm(), tmp=None)
+def none_again(): return Odd(kept_for_a_while, a=norm(), b=norm(), tmp=None)
 
 @kind(gone)
-def none_again_without_norms():
-    def f(m, h):
-        m.tmp = m.a(h)
-        y = m.b(h.tanh())+m.tmp
-        m.tmp = None
-        return y
-    return Odd(f, a=lin(), b=lin(), tmp=None)
+def none_again_without_norms(): return Odd(kept_for_a_while, a=lin(), b=lin(), tmp=None)
 
 @kind(gone, E, G)
 def deleted():

@@ -46,7 +46,7 @@ def _generator(args, kwargs):
     t = first(o for o in args if isinstance(o, Tensor))
     return kwargs.get('generator') or generator_of(kwargs.get('device') or (t.device if t is not None else 'cpu'))
 
-# %% ../../nbs/exact/draws.ipynb #ac5bcce6
+# %% ../../nbs/exact/draws.ipynb #057cef67
 class Inside(TorchFunctionMode):
     "A context that notes in `now` which of PyTorch's functions runs"
     now = None
@@ -55,6 +55,7 @@ class Inside(TorchFunctionMode):
         try: return func(*args, **(kwargs or {}))
         finally: self.now = None
 
+# %% ../../nbs/exact/draws.ipynb #ac5bcce6
 class Draws(TorchDispatchMode):
     "A context that notes in `draws` what is drawn; at its end, the generators go back"
     def __init__(self,
