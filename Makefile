@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/.installed
 
-.PHONY: help demo test test-all works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-checkpointing bench-noise proved size clean
+.PHONY: help demo test test-all works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-checkpointing bench-noise what-fits bench-gpu proved size clean
 
 help: ## One line for each command
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -50,6 +50,14 @@ bench-checkpointing: $(READY) ## What recomputing blocks saves, and what it cost
 
 bench-noise: $(READY) ## What measuring the noise of gradients costs in time
 	$(BIN)/python benchmarks/noise.py
+
+what-fits: $(READY) ## What `learn.what_fits()` says for six learners, with each line pasted and run (ten minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/what_fits.py --save
+	$(BIN)/nbdev-test --save nbs/know/what_fits.ipynb
+	$(BIN)/nbdev-clean
+
+bench-gpu: $(READY) ## On a machine with a GPU: the tests that wait for one, and every benchmark (an hour)
+	$(BIN)/python benchmarks/gpu.py
 
 proved: $(READY) ## What the page "What is proved, what is refused" shows, with the optional packages (20 minutes)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'

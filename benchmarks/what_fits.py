@@ -118,8 +118,8 @@ def measure(nets, device, name, save_it, budget=None):
     for net,make in nets.items(): res[net] = rows(make, device, budget); show(net, res[net])
     far = max(error(w) or 0 for r in res.values() for w in r['ways'])
     print(f'\nThe pasted lines take what the tables say, within {far:.1%}')
-    assert far<.05, far
     if save_it: save(name, rows=res, error=far)
+    assert far<.05, far
 
 if __name__=='__main__':
     p = argparse.ArgumentParser(); p.add_argument('--save', action='store_true'); args = p.parse_args()
