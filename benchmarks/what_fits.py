@@ -24,17 +24,17 @@ def loaders(data, bs, device): return DataLoaders.from_dsets(data, data, bs=bs, 
 
 def images(bs, px, device, masks=False):
     def y(): return torch.randint(10, (px,px) if masks else ())
-    return loaders([(torch.randn(3,px,px), y()) for _ in range(3*bs)], bs, device)
+    return loaders([(torch.randn(3,px,px), y()) for _ in range(2*bs)], bs, device)
 
-def resnet(device, arch=resnet34, bs=32, px=96):
+def resnet(device, arch=resnet34, bs=16, px=96):
     return vision_learner(images(bs, px, device), arch, n_out=10, pretrained=False, normalize=False, loss_func=CrossEntropyLossFlat())
 
-def unet(device, bs=8, px=96):
+def unet(device, bs=4, px=64):
     dls = images(bs, px, device, masks=True)
     return unet_learner(dls, resnet34, n_out=10, pretrained=False, normalize=False, loss_func=CrossEntropyLossFlat(axis=1))
 
-def text(device, bs=16):
-    df = pd.DataFrame(dict(text=[' '.join(random.choices('abcdefgh', k=n)) for n in random.choices(range(20,141), k=3*bs)], label=random.choices('xy', k=3*bs)))
+def text(device, bs=8):
+    df = pd.DataFrame(dict(text=[' '.join(random.choices('abcdefgh', k=n)) for n in random.choices(range(20,101), k=3*bs)], label=random.choices('xy', k=3*bs)))
     dls = TextDataLoaders.from_df(df, text_col='text', label_col='label', valid_pct=.1, bs=bs, device=device)
     return text_classifier_learner(dls, AWD_LSTM, pretrained=False, config=dict(awd_lstm_clas_config, emb_sz=200, n_hid=400))
 
@@ -47,8 +47,8 @@ class Transformer(nn.Module):
         self.body,self.head = nn.TransformerEncoder(layer, n_layer, enable_nested_tensor=False),nn.Linear(d, 10)
     def forward(self, x): return self.head(self.body(self.emb(x)+self.pos).mean(1))
 
-def transformer(device, bs=32, n=128, d=128, n_layer=4, heads=4):
-    data = [(torch.randint(5000, (n,)), torch.randint(10, ())) for _ in range(3*bs)]
+def transformer(device, bs=16, n=128, d=128, n_layer=4, heads=4):
+    data = [(torch.randint(5000, (n,)), torch.randint(10, ())) for _ in range(2*bs)]
     return Learner(loaders(data, bs, device), Transformer(d, n, n_layer, heads), loss_func=CrossEntropyLossFlat())
 
 def tabular(device, bs=1024):
@@ -66,8 +66,8 @@ def contrastive(device, bs=64, px=32):
     convs = [ConvLayer(ni, 32, norm_type=None) for ni in (3,32,32)]
     return Learner(images(bs, px, device), nn.Sequential(*convs, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 16)), loss_func=info_nce)
 
-nets = {'`vision_learner`, ResNet-34, 32 images of 96 pixels':resnet, '`unet_learner`, ResNet-34, 8 images of 96 pixels':unet,
-        '`text_classifier_learner`, AWD-LSTM with 3 layers of 400, 16 texts':text, 'A transformer with 4 layers of 128, 32 sequences of 128 tokens':transformer,
+nets = {'`vision_learner`, ResNet-34, 16 images of 96 pixels':resnet, '`unet_learner`, ResNet-34, 4 images of 64 pixels':unet,
+        '`text_classifier_learner`, AWD-LSTM with 3 layers of 400, 8 texts':text, 'A transformer with 4 layers of 128, 16 sequences of 128 tokens':transformer,
         '`tabular_learner`, layers of 400 and 200, 1,024 rows':tabular,
         'A contrastive loss, 3 convolutions, 64 images of 32 pixels':contrastive}
 
@@ -93,9 +93,9 @@ def pasted(make, device, line):
     except Exception as e:
         if not is_out_of_memory(e): raise
 
-def rows(make, device, budget=None, n_try=3):
+def rows(make, device, budget=None, n_try=2):
     "The result of `what_fits`, as dictionaries; without a `budget`, it is 80 % of what the learner takes as it is"
-    if budget is None: budget = int(.8*learner(make, device).what_fits('1000GB', n_try=1).ways[0].peak)
+    if budget is None: budget = int(.8*pasted(make, device, ''))
     fits = learner(make, device).what_fits(budget, n_try=n_try)
     shown = fits.table.rename(columns={'samples/s':'speed', 'what stays':'stays'})[['time','speed','stays']].to_dict('records')
     ways = [dict(line=o.line, peak=o.peak, fits=o.fits, is_same=o.is_same, pasted=pasted(make, device, o.line), **t) for o,t in zip(fits.ways, shown)]

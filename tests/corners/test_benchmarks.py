@@ -14,9 +14,3 @@ def test_the_weights_that_the_gpu_is_asked_for(monkeypatch):
     import gpu
     monkeypatch.setattr(gpu, 'cuda', lambda: torch.device('cpu'))
     assert len(gpu.exact(bs=16, px=32))==3
-
-def test_a_line_that_is_pasted_takes_what_the_table_says(monkeypatch):
-    monkeypatch.syspath_prepend(str(folder))
-    import what_fits
-    rows = what_fits.rows(partial(what_fits.text, bs=8), torch.device('cpu'), n_try=1)['ways']
-    assert len(rows)>1 and max(map(what_fits.error, rows))<.05
