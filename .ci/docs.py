@@ -177,7 +177,6 @@ def as_drawn(text, p):
 # What readers search for, and the page or section that says it in other words
 searched = {
     'howto/memory.html': 'out of memory, OOM',
-    'tutorials/batchnorm.html': 'batch norm, BatchNorm',
     'tutorials/proof.html': 'proof',
     'tutorials/several_gpus.html': 'several GPUs, multiple GPUs, DDP',
     'tutorials/lr_find.html': 'learning rate, lr_find',

@@ -2,6 +2,7 @@
 
 `make docs` builds it; Chromium comes with the system (Debian's package `chromium`), Playwright drives it."""
 import json,re,runpy,shutil,threading,pytest
+from base64 import b64encode
 from functools import partial
 from http.server import SimpleHTTPRequestHandler,ThreadingHTTPServer
 from io import BytesIO
@@ -102,6 +103,13 @@ def wide_tables(page):
         return found.map(f => o.innerText.slice(0, 40).replace(/\\s+/g, ' ') + '… ' + f)
     })""")
 
+def small_plots(page):
+    "Plots that are larger than they were drawn, or smaller than three quarters of that: their letters cannot be read"
+    return page.evaluate("""[...document.querySelectorAll('main img[src^="data:image/png"]')].filter(o => {
+        const drawn = parseFloat(o.style.getPropertyValue('--drawn'))
+        return !(o.width >= .74*drawn && o.width <= drawn+1)
+    }).map(o => `${o.width} pixels, ${o.getAttribute('style')}: ${o.alt}`)""")
+
 def white_boxes(page):
     "Pictures and elements that are light boxes (on a dark page)"
     res = page.evaluate("""[...document.querySelectorAll('main, main *')].filter(o => {
@@ -131,6 +139,11 @@ def drawn(colour, shape='M0 0h200v90H0z'):
 def picture(colour, style=''):
     return f'<img alt="A plot" style="{style}" src="data:image/svg+xml,{quote(drawn(colour))}">'
 
+def plot(width, drawn):
+    data = BytesIO()
+    Image.new('L', (8, 8)).save(data, 'png')
+    return f'<img style="width:{width}px; {drawn}" src="data:image/png;base64,{b64encode(data.getvalue()).decode()}">'
+
 def contents(n, style, text='An entry'):
     "A table of contents of `n` entries, which stays on the screen while the page scrolls"
     links = f'<a style="display:block">{text}</a>'*n
@@ -153,6 +166,9 @@ CHECKS = [   # what to look for, a page that has it, and one that does not
     (wide_tables, f'<table><td>{"x"*300}</table>', f'<table style="width:50%"><td>{sentence*9}</table>'),
     (wide_tables, f'<table style="{scrolls}">{("<td>"+"x"*99)*2}</table>', f'<table style="{scrolls}"><td>x</table>'),
     (wide_tables, f'<table><td style="width:50px">{sentence}</table>', f'<table><td>{sentence}</table>'),
+    (small_plots, plot(300, '--drawn:600px'), plot(500, '--drawn:600px')),
+    (small_plots, plot(300, '--drawn:200px'), plot(300, '--drawn:300px')),
+    (small_plots, plot(300, ''), picture('white')),
     (white_boxes, picture('white'), picture('white', 'filter:invert(.9)')),
     (white_boxes, picture('black', 'padding:20px; background:white'), picture('black', 'padding:20px')),
     (white_boxes, picture('white', 'padding:5px; background:black'), picture('grey', 'padding:5px; background:black')),
@@ -194,7 +210,7 @@ def test_page(path, page, root):
     assert not page.query_selector('.cell-output-stderr'), 'a warning that a cell has left'
     page.evaluate(UNFOLD)
     assert page.query_selector('#quarto-sidebar .sidebar-link'), 'no list of the pages'
-    assert {f.__name__:found for f in (unrendered,cut,clipped,wide_tables) if (found := f(page))}=={}
+    assert {f.__name__:found for f in (unrendered,cut,clipped,wide_tables,small_plots) if (found := f(page))}=={}
 
 def leads_somewhere(href, root):
     "Whether the page, and the anchor in it, are on the site"
@@ -219,6 +235,7 @@ def test_on_a_phone(path, page, root):
     })()""")
     assert not wide
     assert not wide_tables(page)
+    assert not small_plots(page)
     assert not page.evaluate("""[...document.querySelectorAll('.cell-output pre:not(.sourceCode)')]
         .filter(o => o.scrollWidth > o.clientWidth+1).map(o => o.innerText)"""), 'what is printed does not wrap'
     assert not page.evaluate("""[...document.querySelectorAll('main table')]
@@ -314,7 +331,7 @@ def test_search_is_readable(scheme, page, root):
     ratios = page.evaluate(CONTRAST, '.smalldocs-search-results div, .smalldocs-search-results mark')
     assert len(ratios)>10 and not [o for o in ratios if o[0]<4.5]
 
-DEVELOPERS = ['windows.html','exact/lockstep.html','know/trial.html']
+DOCS,DEVELOPERS = SITE.parent/'.ci'/'docs.py',['windows.html','exact/lockstep.html','know/trial.html']
 
 @on_site
 def test_for_developers(page, root):
@@ -329,11 +346,12 @@ def test_for_developers(page, root):
         assert root+o in menu() and root+o not in readers
         assert not [e for e in found if e['href'].startswith(o)]
     assert not {*readers}&{*menu()}
+    assert not set(runpy.run_path(str(DOCS), run_name='docs')['searched'])-{e['href'] for e in found}
     assert not [e for e in found if e['section']=='How it works']
 
 def test_menus():
     "A page that is in no menu, and an entry without a page, stop the build"
-    docs = runpy.run_path(str(SITE.parent/'.ci'/'docs.py'), run_name='docs')
+    docs = runpy.run_path(str(DOCS), run_name='docs')
     there = sum(docs['menus'](), [])
     docs['check_menus']()
     for listed in (there[1:], [*there,'gone.ipynb'], [*there,there[0]]):
@@ -346,21 +364,15 @@ HERE = """[...document.querySelectorAll('#quarto-sidebar .sidebar-link.active')]
             +s.fontWeight >= 600] })"""
 
 @on_each_page
-def test_where_one_is(path, page, root):
-    "The menu marks the page's entry, and shows it without being scrolled; the bar leads to the repository"
-    if path!='404.html':
-        page.goto(root+path, wait_until='load')
-        assert page.evaluate(HERE)==[[root+path, True, True]]
-        assert page.query_selector('.navbar a[href="https://github.com/fastai-accum/fastai_accum"] >> visible=true')
-
-@on_each_page
-def test_notebook(path, page, root):
-    "Each page offers its notebook: in Colab, and to download"
+def test_around_the_page(path, page, root):
+    "The menu marks and shows the page's entry, the bar leads to the repository, and the page offers its notebook"
     page.goto(root+path, wait_until='load')
-    colab,own = page.evaluate("[...document.querySelectorAll('.notebook-links a')].map(o => o.href)")
+    assert page.evaluate(HERE)==[[root+path, True, True]]
+    assert page.query_selector('.navbar a[href="https://github.com/fastai-accum/fastai_accum"] >> visible=true')
     nb = Path(path).with_suffix('.ipynb')
-    at = 'https://colab.research.google.com/github/fastai-accum/fastai_accum/blob/main/nbs/'
-    assert (colab,own)==(at+nb.as_posix(), root+nb.as_posix())
+    colab = 'https://colab.research.google.com/github/fastai-accum/fastai_accum/blob/main/nbs/'+nb.as_posix()
+    links = page.evaluate("[...document.querySelectorAll('.notebook-links a')].map(o => o.href)")
+    assert links==[colab, root+nb.as_posix()]
     assert (SITE/nb).read_text()==(SITE.parent/'nbs'/nb).read_text()
 
 @on_site
@@ -381,16 +393,3 @@ def test_menu_on_a_phone(path, height, page, root):
     page.mouse.wheel(0, 5000)
     page.wait_for_timeout(300)
     assert links[-1].evaluate(seen)
-
-@pytest.mark.parametrize('width', [390,1280])
-@on_each_page
-def test_plots(path, width, page, root):
-    "A plot is as large as it was drawn, or at least three quarters of that"
-    page.set_viewport_size(dict(width=width, height=844))
-    page.goto(root+path, wait_until='load')
-    plots = page.evaluate("""[...document.querySelectorAll('main img')]
-        .filter(o => o.src.startsWith('data:image/png'))
-        .map(o => [o.width, parseFloat(o.style.getPropertyValue('--drawn')), o.naturalWidth])""")
-    for shown,drawn,pixels in plots:
-        assert .74*drawn<=shown<=drawn+1, (shown, drawn)
-        assert abs(pixels/drawn-2)<.5, 'drawn for a screen with twice as many dots'
