@@ -12,6 +12,9 @@ from fastai_accum.know.check import *
 from fastai_accum.patch import accumulation_settings
 from fastai_accum.know.prove import tol
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]/'benchmarks'))
+from common import peak_bytes
+
 if not hasattr(torch, 'get_autocast_dtype'):
     pytest.skip('check_accumulation needs PyTorch 2.4 or later, as its error says', allow_module_level=True)
 
@@ -441,7 +444,8 @@ def test_whole_batches(cb):
 
 def test_refused_remedies():
     "`exact=True` is not named beside checkpointing, which it refuses"
-    check = learner(blocks(lambda: nn.BatchNorm1d(6)), cbs=[AccumulateStep(2),GradientCheckpointing()]).check_accumulation()
+    cbs = AccumulateStep(2),GradientCheckpointing()
+    check = learner(blocks(lambda: nn.BatchNorm1d(6)), cbs=cbs).check_accumulation()
     assert kinds(check)==['batch norm','dropout'] and not any('exact' in o.remedy for o in check.causes)
 
 # applications
@@ -661,3 +665,15 @@ def test_callbacks_that_need_each_other():
     class Reads(Callback):
         def after_pred(self): assert self.learn.keeps.x is not None
     assert found(learner(net(nn.BatchNorm1d(5)), cbs=[AccumulateStep(2), Keeps(), Reads()]))==['batch norm']
+
+@pytest.mark.parametrize('fitted', [False, True])
+def test_memory(fitted):
+    "At most twice the parameters and gradients in float64, the remedies and the proof included; 1.2 here"
+    def wide(n=6, d=200): return nn.Sequential(nn.Linear(6,d), *[nn.Linear(d,d) for _ in range(n)],
+                                               nn.BatchNorm1d(d), nn.Linear(d,3)).double()
+    learn = Learner(make_dls(64, 8), wide(), loss_func=ce(), opt_func=Adam).remove_cb(ProgressCallback)
+    if fitted:
+        with learn.no_logging(): learn.recorder.smooth_loss = AvgSmoothLoss64(); learn.fit(1)
+    own = 2*8*sum(p.numel() for p in learn.model.parameters())
+    peak = peak_bytes(lambda: learn.check_accumulation())/own
+    assert 1<=peak<=2, f'{peak:.2f} times the parameters and gradients'
