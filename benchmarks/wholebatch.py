@@ -70,6 +70,29 @@ def slopes(net, px, large):
     "Memory by the number of slices"
     return [dict(net=net, px=px, way=way, slices=k, memory=memory(net, px, way, BS//k)[0]/large) for k in (4,8,16,32) for way in ('MicroBatch','exact')]
 
+class Words(nn.Module):
+    "A small transformer with dropout and `w` numbers for each of 8 words"
+    def __init__(self, w):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(w, 4, 4*w, dropout=.1, batch_first=True)
+        self.e,self.h = nn.Embedding(100, w),nn.Linear(w, 10)
+        self.t = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    def forward(self, x): return self.h(self.t(self.e(x)).mean(1))
+
+def dropout(w, pairs):
+    "The time of `exact` against plain slices, where calls of Python cost more than numbers: 16 texts as 4 × 4"
+    def text(**kwargs):
+        torch.manual_seed(0)
+        batches = [(torch.randint(100, (16,8)), torch.randint(10, (16,))) for _ in range(16)]
+        dls = DataLoaders(DataLoader(batches, bs=None), DataLoader(batches, bs=None))
+        learn = Learner(dls, Words(w), nn.CrossEntropyLoss(), SGD, lr=1e-3, cbs=[NoValid(),MicroBatch(4, **kwargs)])
+        learn.remove_cb(ProgressCallback); learn.logger = noop
+        with contextlib.redirect_stdout(io.StringIO()): learn.fit(1)   # with the proof
+        return learn
+    plain,exact = text(),text(exact=True)
+    t,pm = paired(partial(clock, partial(exact.fit, 1)), partial(clock, partial(plain.fit, 1)), pairs)
+    return dict(width=w, time=t, pm=pm)
+
 if __name__=='__main__':
     p = argparse.ArgumentParser(); p.add_argument('--pairs', type=int, default=3); p.add_argument('--save', action='store_true'); p.add_argument('--quick', action='store_true')
     args = p.parse_args()
@@ -86,4 +109,7 @@ if __name__=='__main__':
                 ['model','pixels','large batch','way','memory','on the host','time']))
     print('\nMemory by the number of slices\n')
     print(table([(s['net'], s['way'], s['slices'], f"{s['memory']:.3f}") for s in steps], ['model','way','slices','memory']))
-    if args.save: save('wholebatch', batch=BS, slice=8, pairs=args.pairs, rows=rows, slopes=steps)
+    widths = [dropout(w, args.pairs) for w in (32,64,128)]
+    print('\nexact with dropout, without batch norm: 16 texts as 4 × 4; times of plain slices\n')
+    print(table([(f"exact with dropout, width {r['width']}", f"{r['time']:.2f} ± {r['pm']:.2f}") for r in widths], ['model','time']))
+    if args.save: save('wholebatch', widths=widths, batch=BS, slice=8, pairs=args.pairs, rows=rows, slopes=steps)
