@@ -47,11 +47,6 @@ def held(model):
     return list(res.values())
 
 # %% ../nbs/held.ipynb #3f0a6c12
-def _setter(o):
-    "How to set what `_get` returns for the generator `o`"
-    if isinstance(o, np.random.Generator): return partial(setattr, o.bit_generator, 'state')
-    return o.setstate if isinstance(o, random.Random) else o.set_state
-
 def _get(o):
     "What the object `o` holds now"
     if not is_generator(o): return copy(_contents(o))

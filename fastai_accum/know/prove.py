@@ -21,10 +21,11 @@ from fastai.callback.hook import Hook
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from ..exact.lockstep import AtNorms
-from .trial import Middles,double,apart,indouble,train
+from ..exact.whole import modes
+from .trial import Middles,double,apart,in_double,train
 from ..memory.checkpointing import GradientCheckpointing
 from ..microbatch import MicroBatch
-from ..held import RandomState,accelerators
+from ..held import Held,RandomState,accelerators,is_generator,shared
 from ..rewind import is_out_of_memory
 from ..slices import join,leaves,n_rows,slices,tree_map
 
@@ -35,7 +36,7 @@ _lists = list,tuple,L,set,frozenset,deque
 def held(o, path='model', seen=None):
     "The tensors, numbers, texts and generators that `o` holds, each with its path"
     seen = set() if seen is None else seen
-    if isinstance(o, (Tensor,np.ndarray,bool,int,float,str)) or _generator(o): yield path,o; return
+    if isinstance(o, (Tensor,np.ndarray,bool,int,float,str)) or is_generator(o): yield path,o; return
     if id(o) in seen or isinstance(o, _opaque): return
     seen.add(id(o))
     d = (o if isinstance(o, dict) else dict(enumerate(o)) if isinstance(o, _lists) else
@@ -45,24 +46,17 @@ def held(o, path='model', seen=None):
         if not str(k).endswith(('_hooks','_hooks_with_kwargs','_always_called')) and k!='forward':   # one that was lent
             yield from held(v, path if k in ('_parameters','_buffers','_modules') else f'{path}.{k}', seen)
 
-def _generator(o):
-    "The functions that get and set the state of a generator, and that draw from it; `None` for other objects"
-    def g(get, set, draw): return SimpleNamespace(get=get, set=set, draw=draw)
-    if isinstance(o, random.Random): return g(o.getstate, o.setstate, o.random)
-    if isinstance(o, np.random.RandomState): return g(o.get_state, o.set_state, o.rand)
-    if isinstance(o, torch.Generator): return g(o.get_state, o.set_state, lambda: _share(o))
-    if isinstance(o, np.random.Generator):
-        return g(lambda: o.bit_generator.state, partial(setattr, o.bit_generator, 'state'), o.random)
-
 def _share(g): return torch.rand((), generator=g, device=g.device).item()
+def _draw(g): return _share(g) if isinstance(g, torch.Generator) else g.random()
 
 # %% ../../nbs/know/prove.ipynb #501061a1
 _signs = np.random.default_rng(0).choice([-1.,1.], 10_007)   # a prime number, so that no sum has the same ones again
 
 def sketch(o, size=1000):
     "What is kept of `o` to compare it: its shape and a small tensor, or a value"
-    g = _generator(o)
-    if g: return repr(g.get().tolist() if isinstance(o, torch.Generator) else g.get())
+    if is_generator(o):
+        (_,was), = Held([o]).was
+        return repr(was.tolist() if isinstance(was, Tensor) else was)
     if not isinstance(o, (Tensor,np.ndarray,float)): return o
     x = torch.as_tensor(o).detach().as_subclass(Tensor)
     shape,x = tuple(x.shape),x.to(torch.complex128 if x.is_complex() else torch.float64).flatten()
@@ -177,17 +171,15 @@ class Blind(Callback):
     def before_fit(self):
         for m in self.model.modules():
             if 'num_batches_tracked' in m._buffers: m.num_batches_tracked = None   # slices count batches more often
-        self.rngs = [g for _,o in held(self.model) if (g := _generator(o))]
+        self.rngs = [o for _,o in held(self.model) if is_generator(o)]
         vars(self.model)['forward'] = partial(self.forward, self.model.forward)
-    def before_batch(self): self.was = RandomState(accelerators(self.model)),[g.get() for g in self.rngs]
+    def before_batch(self): self.was = RandomState(accelerators(self.model)),Held(self.rngs)
     def forward(self, f, *args, **kwargs):
         res = f(*args, **kwargs)
-        if self.learn.seen.is_open:
-            self.was[0].restore()
-            for g,state in zip(self.rngs, self.was[1]): g.set(state)
+        for o in self.was if self.learn.seen.is_open else (): o.restore()
         return res
     def after_pred(self):
-        for draw in (random.random,np.random.rand,partial(torch.rand, ()),*(g.draw for g in self.rngs)): draw()
+        for g in (*shared,torch.default_generator,*self.rngs): _draw(g)
 
 # %% ../../nbs/know/prove.ipynb #19c1107c
 def run(model, batches, n_inp, cbs=(), blind=False):
@@ -297,10 +289,7 @@ _tried = WeakKeyDictionary()   # for each model, what was tried, and with which 
 def settings(model, cbs, xb):
     "What must be the same, or the proof is made again"
     def own(cb): return (cb.coupled,cb.exact,cb.bs==1,cb.split) if isinstance(cb, MicroBatch) else cb.blocks
-    def flag(v): return v!=0 if type(v) is float else v   # a temperature may move
-    def flags(m): return [(k, flag(v)) for k,v in vars(m).items() if type(v) in (bool,str,float)]
-    shapes = [(o.ndim,o.dtype) for _,o in leaves(xb)]
-    return repr(([own(o) for o in cbs], shapes, [(type(m), id(m), flags(m)) for m in model.modules()]))
+    return repr(([own(o) for o in cbs], [(o.ndim,o.dtype) for _,o in leaves(xb)], modes(model)))
 
 def fresh(cb, learn, copy):
     "A new callback like `cb` for a copy of the model"
