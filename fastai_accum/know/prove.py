@@ -232,7 +232,7 @@ def prove(
     "Train copies of `model` on `batches`, as a whole and with the callbacks, and compare"
     start = time.time()
     def trial(cbs=lambda _: [], jitter=False):
-        copy = indouble(model, device, {id(o):o for o in shared})
+        copy = in_double(model, device, {id(o):o for o in shared})
         for p in copy.parameters() if jitter else (): p.data *= 1 + 2e-16*torch.randn_like(p)
         return run(copy, batches, n_inp, cbs(copy), blind)
     with apart(model), ThreadPoolExecutor(1) as pool:   # Ctrl-C waits, and a new thread has no autocast and no modes
