@@ -113,6 +113,7 @@ def before_fit(self:WindowCallback):
     check_learner(self, learn)
     setattr(learn, self.name, self)   # fastai forgets it when it removes another of this name
     self.counts,self.scale,self.last_loss = Counts(),None,None
+    if in_charge(learn) is self: note_batch_norm(self, learn)
     num_it = getattr(vars(learn).get('lr_finder'), 'num_it', None)
     if num_it and in_charge(learn) is self:
         windows = self.windows(learn, learn.dls.train)
@@ -165,7 +166,6 @@ def train_epoch(self:WindowCallback, learn):
     if 'counts' not in vars(self): self.before_fit()   # it has joined in the middle of a fit
     epoch = Epoch(self, learn)
     windows,learn.n_iter = epoch.windows,len(epoch.windows)
-    note_batch_norm(self, learn)
     try:
         with _by_micro(learn, epoch):
             for i,batches in enumerate(windows): epoch.train_window(i, batches)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from fastai.basics import *
 from .core import WindowCallback,clear_gradients
 from .processes import processes
-from .refusals import check_count,check_flags,check_function,refuse_unknown
+from .refusals import check_count,check_flags,check_function,note_batch_norm,refuse_unknown
 from .replace import lent
 from .held import Hidden,ModelState
 from .rewind import WindowState,is_out_of_memory
@@ -181,6 +181,7 @@ def retry(self:MicroBatch, learn, run, seen=(), undo=None):
     if n and not rank_distrib():
         print(f"MicroBatch: memory ran out{'' if learn.training else ' in validation'}, and batches of {n} are now cut "
               f"into slices of {self.fits[learn.training]}")
+        if learn.training: note_batch_norm(self, learn)
     return res
 
 def refuse(e, why): raise RuntimeError(f"MicroBatch: memory ran out, {why}") from e

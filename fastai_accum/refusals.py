@@ -14,6 +14,7 @@ from numbers import Integral
 from fastai.basics import *
 from torch.nn.modules.batchnorm import _BatchNorm
 from .loss import loss_reduction
+from .windows import batch_size
 
 # %% ../nbs/refusals.ipynb #6ddc79a3
 def check_count(who, name, v, what='an int of at least 1'):
@@ -103,12 +104,20 @@ def check_plan(acc, windows, *later):
 _noted = set()   # what this session has printed
 
 def note_batch_norm(acc, learn):
-    "Print once per session that batch norm sees one micro-batch at a time, unless all batch norm is frozen"
-    cut = first(o for o in learn.cbs if hasattr(type(o), 'train_epoch') and o.cuts)
-    if 'batch norm' in _noted or rank_distrib() or (cut.exact if cut else acc.n_step==1): return
-    if not any(isinstance(m, _BatchNorm) and m.training for m in learn.model.modules()): return
+    "Print once per session that batch norm sees a part of a window, and the line that changes this"
+    cut,bs = first(o for o in learn.cbs if hasattr(type(o), 'train_epoch') and o.cuts),batch_size(learn.dls.train)
+    if 'batch norm' in _noted or rank_distrib() or cut and cut.exact: return
+    n = cut and (cut.fits.get(True) if cut.bs=='auto' else cut.bs)
+    n = n if n and n<(bs or math.inf) else None   # samples in a slice; `None` if no batch is cut
+    has_norm = any(isinstance(m, _BatchNorm) for m in learn.model.modules())
+    if not has_norm or any(hasattr(type(o), 'knows_batch_norm') for o in learn.cbs) or not n and acc.n_step==1: return
     _noted.add('batch norm')
-    print(f"{acc}: the model has batch norm, which sees one micro-batch at a time.\n"
-          "So the result is not that of the large batch. To get the same result, load\n"
-          "the large batch and use MicroBatch(bs, exact=True). Or train without the\n"
-          "statistics of the batch, with BatchNormEval() or to_group_norm(model).")
+    print(f"{acc}: batch norm sees {n or bs or 'one micro-batch'} {'samples ' if n or bs else ''}at a time, so the "
+          f"training is not that of the\nlarge batch. For the same training, {_same_norm(acc, cut, n, bs)}")
+
+def _same_norm(acc, cut, n, bs):
+    if acc.cuts: return f"write learn.micro_batch({repr(cut)[len('MicroBatch('):-1]}, exact=True)".replace('(, ', '(')
+    size = bs*acc.n_step if bs and isinstance(acc.n_step, int) else acc.n_samples
+    size = size if isinstance(size, int) else ''   # a schedule
+    return (f"load {f'batches of {size}' if size else 'the large batch'} and write\n"
+            f"learn.remove_cb(AccumulateStep).micro_batch({n or bs or ''}{', '*bool(n or bs)}exact=True)")

@@ -65,6 +65,7 @@ def to_group_norm(
 # %% ../../nbs/extras/batchnorm.ipynb #c10dd462
 class BatchNormEval(Callback):
     "Keep the batch norms of the model in evaluation mode while it trains: they use their running statistics"
+    knows_batch_norm = True   # no note about batch norm is needed
     def before_train(self):
         "Put the batch norms into evaluation mode, after `TrainEvalCallback` has put the model into training mode"
         for m in self.model.modules():

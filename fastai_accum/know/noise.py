@@ -15,12 +15,10 @@ from fastai.basics import *
 from matplotlib.ticker import LogFormatter
 from scipy import stats
 from torch.nn.modules.batchnorm import _BatchNorm
-from .. import core
 from ..core import AccumulateStep,in_charge
 from ..microbatch import MicroBatch
 from ..patch import accumulation_settings
 from ..refusals import check_flags,check_learner
-from ..replace import lent
 from .unchanged import unchanged
 
 # %% ../../nbs/know/noise.ipynb #b27293a0
@@ -105,6 +103,7 @@ class NoiseScale(Callback):
     "Record the gradient noise scale in each window of a fit; needs an `AccumulateStep`"
     # The order: gradients are complete, and mixed precision and clipping have not changed them yet
     name,order,run_valid = 'gradient_noise',-1000,False
+    knows_batch_norm = True   # it warns itself
     acc = ps = sums = None   # while an epoch trains: what makes the windows, the parameters, the sums of the window
     _stateattrs = 'acc','ps','sums'    # not copied, not saved
     __setattr__ = object.__setattr__   # fastai's also looks for each name in the model
@@ -242,7 +241,7 @@ def around_batches(self:NoiseScale, learn):
     "Put hooks on the parameters of the optimizer while an epoch trains"
     with ExitStack() as stack:
         if learn.training and _is_training(learn):
-            stack.enter_context(lent(core, note_batch_norm=self.note_batch_norm))
+            self.note_batch_norm(learn)
             stack.callback(vars(self).update, acc=None, ps=None, sums=None)
             self.acc,self.ps = in_charge(learn),[p for p,*_ in learn.opt.all_params() if p.requires_grad]
             for i,p in enumerate(self.ps): stack.callback(p.register_hook(partial(self.arrive, i)).remove)
@@ -351,7 +350,7 @@ def warn(self:NoiseScale, msg):
     warnings.warn(f"NoiseScale: {msg}; this warning appears once in each fit", stacklevel=2)
 
 @patch
-def note_batch_norm(self:NoiseScale, acc, learn):
+def note_batch_norm(self:NoiseScale, learn):
     if any(isinstance(m, _BatchNorm) and m.training for m in learn.model.modules()):
         self.warn("the model has batch norm, which sees one micro-batch at a time; this biases the noise scale, and "
                   "the training is not that of the large batch; use BatchNormEval() or to_group_norm(model)")

@@ -134,13 +134,44 @@ def notes(monkeypatch, capsys):
         for _ in range(n):
             m = nn.Sequential(nn.Linear(6,8), nn.BatchNorm1d(8), nn.Linear(8,3)).double() if model is None else model()
             make_learner(make_dls(24, 4), m, cbs=cbs and cbs(), splitter=params).fit(1)
-        return [o for o in capsys.readouterr().out.split('once per session.)') if 'the model has batch norm' in o]
+        return [o for o in capsys.readouterr().out.splitlines() if 'batch norm sees' in o]
     return f
 
 def test_the_note_comes_once_a_session(notes):
     for cbs in (lambda: AccumulateStep(2)),(lambda: MicroBatch(2)),(lambda: MicroBatch(2, coupled=True)):
-        msgs = notes(cbs, n=3)
-        assert len(msgs)==1 and 'MicroBatch(bs, exact=True)' in msgs[0] and 'BatchNormEval' in msgs[0]
+        assert len(notes(cbs, n=3))==1
+
+class Marks(Callback):
+    "Prints where the progress bar would begin"
+    order = ProgressCallback.order
+    def before_fit(self): print('the bar begins')
+
+@pytest.mark.parametrize('cbs,sees,line', [
+    (lambda: MicroBatch(2), 'MicroBatch: batch norm sees 2 samples', 'learn.micro_batch(bs=2, exact=True)'),
+    (lambda: MicroBatch(2, coupled=True), 'sees 2 samples', 'learn.micro_batch(bs=2, coupled=True, exact=True)'),
+    (lambda: AccumulateStep(3), 'AccumulateStep: batch norm sees 4 samples',
+     'load batches of 12 and write\nlearn.remove_cb(AccumulateStep).micro_batch(4, exact=True)'),
+    (lambda: AccumulateStep(n_samples=8), 'sees 4 samples', 'load batches of 8 '),
+    (lambda: [AccumulateStep(3),MicroBatch(2)], 'sees 2 samples', 'load batches of 12 ')])
+def test_the_note_names_the_line_above_the_bar(cbs, sees, line, monkeypatch, capsys):
+    monkeypatch.setattr(refusals, '_noted', set())
+    model = nn.Sequential(nn.Linear(6,8), nn.BatchNorm1d(8), nn.Linear(8,3)).double()
+    make_learner(make_dls(24, 4), model, cbs=[*L(cbs()), Marks()], splitter=params).fit(1)
+    said,_ = capsys.readouterr().out.split('the bar begins')
+    assert sees in said and line in said, said
+
+def test_the_note_comes_when_a_batch_is_cut(monkeypatch, capsys):
+    "`MicroBatch()` cuts nothing until memory runs out, and large slices cut nothing"
+    class Small(nn.Sequential):
+        def forward(self, x):
+            if len(x)>limit: raise RuntimeError('out of memory')
+            return super().forward(x)
+    for limit,cb in (9,MicroBatch()),(9,MicroBatch(4)),(3,MicroBatch()):
+        monkeypatch.setattr(refusals, '_noted', set())
+        model = Small(nn.Linear(6,8), nn.BatchNorm1d(8), nn.Linear(8,3)).double()
+        make_learner(make_dls(24, 4), model, cbs=cb, splitter=params).fit(1)
+        out = capsys.readouterr().out
+        assert ('batch norm sees 2 samples' in out and 'learn.micro_batch(exact=True)' in out)==(limit==3), out
 
 def test_the_note_does_not_come(notes):
     for cbs in (None, lambda: AccumulateStep(1), lambda: [AccumulateStep(2),BatchNormEval()]): assert not notes(cbs)

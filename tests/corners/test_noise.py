@@ -675,7 +675,7 @@ def test_one_note_on_batch_norm(act, capsys, monkeypatch):
     assert 'batch norm' not in capsys.readouterr().out and not refusals._noted
     learn.remove_cb(NoiseScale)
     learn.fit(1)
-    assert capsys.readouterr().out.count('the model has batch norm')==1
+    assert capsys.readouterr().out.count('batch norm sees')==1
 
 def test_reads_no_private_attributes():
     "Neither module reads an attribute of another object that begins with an underscore"
