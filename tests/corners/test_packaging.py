@@ -165,7 +165,7 @@ def test_no_side_effects():
 def test_readme_runs(tmp_path):
     "The Python of the README, on images in a folder: smaller ones, a smaller network, and no weights to download"
     code = '\n'.join(re.findall(r'^```python\n(.*?)^```', (root/'README.md').read_text(), flags=re.S|re.M))
-    for old,new in {'resnet34':'resnet18, pretrained=False', 'Resize(224)':'Resize(32)'}.items():
+    for old,new in {'resnet34':'resnet18, pretrained=False', 'Resize(224)':'Resize(32)', 'bs=64':'bs=16', '(16':'(4'}.items():
         assert old in code
         code = code.replace(old, new)
     images = """
@@ -175,11 +175,13 @@ for name,v in shades.items():
     (path/name).mkdir(parents=True)
     for i in range(48): Image.new('RGB', (32,32), (v,)*3).save(path/name/f'{i}.png')
 """
-    counts = "\nc = learn.accumulate_step.counts; print(c.n_micro, c.n_steps)"
-    head,body = code.split('# before', 1)
-    (tmp_path/'readme.py').write_text(head+images+'# before'+body+counts)
+    counts = "\nprint('=== in slices')\nlearn.fit(1)\nc = learn.accumulate_step.counts; print(c.n_micro, c.n_steps)"
+    head,body = code.split('dls =', 1)
+    (tmp_path/'readme.py').write_text(head+images+'dls ='+body+counts)
     out = sh(sys.executable, '-W', 'ignore', 'readme.py', cwd=tmp_path, env={**os.environ, 'PYTHONPATH':str(root)})
-    assert out.split()[-2:]==['12','3'], 'three epochs of 76 images in batches of 16: four micro-batches, one step'
+    first,last = out.split('=== in slices')
+    assert 'batch norm' not in first, 'the first example is exact, so it prints no doubt about batch norm'
+    assert last.split()[-2:]==['16','1'], 'an epoch of 76 images in batches of 16, in slices of 4: one step'
 
 def test_one_way_imports():
     "`loss` knows nothing of `core`"
