@@ -1,5 +1,6 @@
 PYTHON ?= python3
 BIN    := .venv/bin
+DEMO   := .venv/.demo
 READY  := .venv/.installed
 
 .PHONY: help demo test test-all works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-checkpointing bench-noise what-fits bench-gpu proved size clean
@@ -7,12 +8,16 @@ READY  := .venv/.installed
 help: ## One line for each command
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
 
-$(READY): settings.ini setup.py pyproject.toml
+$(DEMO): settings.ini setup.py pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(READY): $(DEMO)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
 
-demo: $(READY) ## Train on digits: the large batch, AccumulateStep, and fastai's callback
+demo: $(DEMO) ## Train on digits: the large batch, AccumulateStep, and fastai's callback
 	@$(BIN)/python benchmarks/demo.py
 
 test: $(READY) ## Every notebook, and the tests of the promise
