@@ -71,6 +71,14 @@ events = """before_fit before_epoch before_train before_step after_step after_ba
 before_validate after_validate after_epoch after_fit""".split()
 orders = -100,-11,-10,0,49,50,51,60,100   # around fastai's own: -10, 50, 60
 
+class Losses(Metric):
+    "The mean of the losses that a metric sees, weighted by samples"
+    def reset(self): self.total,self.n = 0.,0
+    def accumulate(self, learn):
+        bs = find_bs(learn.yb)
+        self.total,self.n = self.total+learn.loss.item()*bs,self.n+bs
+    value = property(lambda self: self.total/self.n)
+
 class Probe(Callback):
     "Notes in `learn.seen` each event, and the counters and the loss of the learner at that moment"
     def __init__(self, order): self.order = order

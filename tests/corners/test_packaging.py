@@ -165,7 +165,8 @@ def test_no_side_effects():
 def test_readme_runs(tmp_path):
     "The Python of the README, on images in a folder: smaller ones, a smaller network, and no weights to download"
     code = '\n'.join(re.findall(r'^```python\n(.*?)^```', (root/'README.md').read_text(), flags=re.S|re.M))
-    for old,new in {'resnet34':'resnet18, pretrained=False', 'Resize(224)':'Resize(32)', 'bs=64':'bs=16', '(16':'(4'}.items():
+    small = {'resnet34':'resnet18, pretrained=False', 'Resize(224)':'Resize(32)', 'bs=64':'bs=16', '(16':'(4'}
+    for old,new in small.items():
         assert old in code
         code = code.replace(old, new)
     images = """

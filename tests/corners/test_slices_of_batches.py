@@ -221,22 +221,6 @@ def test_batches_that_cannot_be_cut(name):
 def test_bad_arguments(kwargs, msg):
     with pytest.raises(ValueError, match=f'MicroBatch: .*{re.escape(msg)}'): MicroBatch(**{**dict(bs=8), **kwargs})
 
-@modes
-def test_split(coupled):
-    "Samples along the second dimension"
-    class Turned(nn.Module):
-        def __init__(self): super().__init__(); self.m = small_model()
-        def forward(self, x): return self.m(x.T)
-    def dls(n, bs, drop_last):
-        x,y = features(80),classes(80)
-        return DataLoaders(*[DataLoader([(x[i:min(i+bs,k)].T,y[i:min(i+bs,k)]) for i in range(0, k, bs)], bs=None)
-                             for k in (n,24)])
-    def split(b, bs): return [(b[0][:,i:i+bs],b[1][i:i+bs]) for i in range(0, b[0].shape[1], bs)]
-    kwargs = dict(dls=dls, model=Turned, **one_group)
-    assert_same(train(MicroBatch(5, coupled=coupled, split=split), **kwargs), train(**kwargs))
-    with pytest.raises(ValueError, match='MicroBatch: split must return .*each with the 2 elements'):
-        train(MicroBatch(5, coupled=coupled, split=lambda b, bs: [b[0]]), **kwargs)
-
 bad_splits = dict(
     loses      = lambda b, bs: [(b[0][:bs],b[1][:bs])],
     repeats    = lambda b, bs: [b, b],

@@ -92,12 +92,6 @@ def test_progress_moves_at_each_micro_batch(cb, monkeypatch):
 @pytest.mark.parametrize('shuffle', [True, False])
 def test_train_metrics(shuffle):
     "Metrics over the training set count every micro-batch with its own loss; the loss that is logged is the window's"
-    class Losses(Metric):
-        def reset(self): self.total,self.n = 0.,0
-        def accumulate(self, learn):
-            bs = find_bs(learn.yb)
-            self.total,self.n = self.total+learn.loss.item()*bs,self.n+bs
-        value = property(lambda self: self.total/self.n)
     def train(bs, cbs=None):
         learn = make_learner(make_dls(76, bs, shuffle=shuffle), cbs=cbs, metrics=[accuracy,Losses()],
                              opt_func=partial(SGD, mom=.9))

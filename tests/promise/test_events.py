@@ -49,12 +49,6 @@ def test_boundary_and_counts():
 
 def test_train_metrics():
     "Metrics of the training set count every micro-batch with its own loss; the loss that is logged is the window's"
-    class Losses(Metric):
-        def reset(self): self.total,self.n = 0.,0
-        def accumulate(self, learn):
-            bs = find_bs(learn.yb)
-            self.total,self.n = self.total+learn.loss.item()*bs,self.n+bs
-        value = property(lambda self: self.total/self.n)
     def fit(learn): learn.recorder.train_metrics = True; learn.fit(2)
     for c in 'kept','micro','both':
         a,b = same(**cases[c], fit=fit, metrics=[accuracy,Losses()], but=('values','final_record'))
