@@ -22,6 +22,8 @@ class OffloadActivations(Callback):
     "Keep what the backward pass needs in the memory of the host, except parameters and buffers"
     name  = 'offloading'   # `learn.offload_activations` is the method
     order = -90   # after `GradientCheckpointing`, to keep what its blocks begin with on the host
+    def __init__(self, **kwargs):
+        if kwargs: raise TypeError(f"OffloadActivations: write OffloadActivations(), without arguments; got {kwargs}")
 
     @contextmanager
     def around_batches(self, learn):
