@@ -16,7 +16,7 @@ from .refusals import check_count,check_flags,check_function,note_batch_norm,ref
 from .replace import lent
 from .held import Hidden,ModelState
 from .rewind import WindowState,is_out_of_memory
-from .slices import is_array,join,slices,versions
+from .slices import is_array,join,keys,slices,versions
 from .wholebatch import twice
 from .windows import batch_size,n_of
 
@@ -109,6 +109,16 @@ def parts(self:MicroBatch, learn, b):
         for k,(part,n) in enumerate(zip(parts, sizes)):
             with state.rows(sum(sizes[:k]), n, sum(sizes)): yield part,n,k==len(parts)-1
     self.n = None   # memory that runs out now is that of the loader
+
+# %% ../nbs/microbatch.ipynb #6ff7e75e
+@patch
+def after_pred(self:MicroBatch):
+    "Refuse a cache in the predictions for a slice, since validation cannot join it"
+    pred = self.learn.pred
+    is_cut = self.valid and self.n and self.size<self.n
+    if is_cut and any(type(pred[k]).__name__.endswith('Cache') for k in keys(pred)):
+        raise ValueError("MicroBatch: the model returns a cache of keys and values, and the caches of slices "
+                         "cannot be joined in validation; set model.config.use_cache=False")
 
 # %% ../nbs/microbatch.ipynb #e56dc4e3
 @patch
