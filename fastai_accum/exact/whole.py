@@ -73,8 +73,9 @@ def few_samples(
 # %% ../../nbs/exact/whole.ipynb #eef3f83a
 def modes(model):
     "What can be switched in a model: its modules, and their attributes that are flags, texts, or numbers that are 0"
-    def flags(m): return ((k, v!=0 if type(v) is float else v) for k,v in vars(m).items() if type(v) in (bool,str,float))
-    return tuple((type(m), id(m), *flags(m)) for m in model.modules())   # a temperature may move
+    def flag(v): return v!=0 if type(v) is float else v   # a temperature may move
+    def flags(m): return ((k, flag(v)) for k,v in vars(m).items() if type(v) in (bool,str,float))
+    return tuple((type(m), id(m), *flags(m)) for m in model.modules())
 
 @patch
 def plan(self:Whole, state, forward, xb, sizes, cut):

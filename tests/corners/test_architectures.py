@@ -1,6 +1,7 @@
 """Common architectures are proved before the first step, or refused for a reason that we know: benchmarks/proved.py
 
-What is proved is also trained, one step in float64 with batch norm, dropout and all, and compared with the large batch."""
+What is proved is also trained, one step in float64 with batch norm, dropout and all, and compared with the large
+batch."""
 import sys
 from pathlib import Path
 import pytest

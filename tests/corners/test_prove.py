@@ -1,7 +1,8 @@
-"""What a model does with a batch is tried before the first step: what is not the training of the whole batch is refused.
+"""What a model does with a batch is tried before the first step: what is not the training of the whole batch is
+refused.
 
-Each model here was silently wrong with `exact=True`, `coupled=True` or `GradientCheckpointing` once. Now it is exact, or
-refused in words before anything has moved."""
+Each model here was silently wrong with `exact=True`, `coupled=True` or `GradientCheckpointing` once. Now it is
+exact, or refused in words before anything has moved."""
 import warnings
 from torch.autograd import Function
 from torch.func import functional_call
@@ -157,8 +158,8 @@ class PlainList(Base):
     def setup(self): self.more = [nn.BatchNorm2d(4).double()]
     def mid(self, h): return self.more[0](h)
 
-deterministic = [Pyramid,Stack,HookDict,Averaged,SwapsData,EvalAndBack,ChecksGrad,Counts,Anneals,Momentum,Keeps,PerSample,
-                 Emptied,FromTheBatch,BackwardLooks,Centered,Pairs,PlainList]
+deterministic = [Pyramid,Stack,HookDict,Averaged,SwapsData,EvalAndBack,ChecksGrad,Counts,Anneals,Momentum,Keeps,
+                 PerSample,Emptied,FromTheBatch,BackwardLooks,Centered,Pairs,PlainList]
 draws = [OwnGenerator,PythonGenerator,NumpyGenerator,TwoViews,SomeColumns,DrawsIndices,Permutes,LayerDrop]
 ways = dict(exact=lambda m: MicroBatch(5, exact=True), coupled=lambda m: MicroBatch(5, coupled=True),
             checkpointing=lambda m: GradientCheckpointing([m.a, m.b]), whole=lambda m: GradientCheckpointing([m]))
@@ -167,15 +168,16 @@ class Reads(Callback):
     "A callback that reads what the model keeps"
     def before_fit(self): self.read = []
     def after_pred(self):
-        if self.training and hasattr(self.model, 'h') and self.model.h is not None: self.read.append(self.model.h.clone())
+        h = getattr(self.model, 'h', None)
+        if self.training and h is not None: self.read.append(h.clone())
 
 def spread(pred, *yb): return (1+(pred-.5)**2).sqrt().mean()
 
 def trained(cls, norm, way=None):
     set_seed(0)
     model = cls(norm).double()
-    learn = make_learner(make_dls(20, 10, x=images), model, spread, SGD, [Reads(), *([way(model)] if way else [])], lr=.1,
-                         splitter=params)
+    learn = make_learner(make_dls(20, 10, x=images), model, spread, SGD, [Reads(), *([way(model)] if way else [])],
+                         lr=.1, splitter=params)
     set_seed(1)
     with warnings.catch_warnings():
         warnings.simplefilter('error')   # a trial that could not be made
@@ -222,8 +224,8 @@ class Transformer(nn.Module):
     def forward(self, x): return self.h(self.t(self.e(x)))
 
 def cnn():
-    return nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1), nn.BatchNorm2d(8),
-                         nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    return nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1),
+                         nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
 def photos(n=8, size=64): return torch.randn(n, 3, size, size)
 def tokens(n=8, t=40): return torch.randint(2, 50, (n, t))
 
@@ -242,13 +244,15 @@ def ordinary():
         tabular=(lambda: TabularModel([(5,3),(4,2)], 3, 2, [20,10], ps=[.1,.1], embed_p=.1),
                  (torch.randint(0, 4, (8,2)), torch.randn(8, 3))),
         language_model=(lambda: get_language_model(AWD_LSTM, 50, lm, drop_mult=.3), (tokens(),)),
-        text_classifier=(lambda: get_text_classifier(AWD_LSTM, 50, 3, seq_len=20, config=clas, drop_mult=.3), (tokens(),)),
-        transformer=(Transformer, (tokens()%20,)), dictionary=(Dictionary, (dict(x=torch.randn(8, 4), i=tokens(8, 1)[:,0]%7),)),
+        text_classifier=(lambda: get_text_classifier(AWD_LSTM, 50, 3, seq_len=20, config=clas, drop_mult=.3),
+                         (tokens(),)),
+        transformer=(Transformer, (tokens()%20,)),
+        dictionary=(Dictionary, (dict(x=torch.randn(8, 4), i=tokens(8, 1)[:,0]%7),)),
         several_inputs=(SeveralInputs, (torch.randn(8, 4), torch.randn(8, 3))))
 
 @pytest.mark.parametrize('k', ['exact','coupled','checkpointing'])
-@pytest.mark.parametrize('name', ['cnn','two_samples','large_images','resnet18','xresnet18','unet','tabular','language_model',
-                                  'text_classifier','transformer','dictionary','several_inputs'])
+@pytest.mark.parametrize('name', ['cnn','two_samples','large_images','resnet18','xresnet18','unet','tabular',
+                                  'language_model','text_classifier','transformer','dictionary','several_inputs'])
 def test_ordinary_models_are_proved(name, k, capsys):
     if k=='checkpointing' and name in ('dictionary','several_inputs'): pytest.skip('it has no blocks')
     make,xb = ordinary()[name]

@@ -1,7 +1,7 @@
 """Before its first step, a learner tries on copies whether it trains as the whole batch does.
 
-A model that looks at the batch is refused, an ordinary one is proved, and nothing of the learner moves. tests/corners has
-the models that were silently wrong once."""
+A model that looks at the batch is refused, an ordinary one is proved, and nothing of the learner moves. tests/corners
+has the models that were silently wrong once."""
 import gc,pickle,signal,threading,warnings,weakref
 from harness import *
 from fastai_accum.all import *
@@ -42,7 +42,8 @@ def test_an_ordinary_model_is_proved_once(k, trials, capsys):
     learn.fit(2)
     learn.fit(1)
     out = capsys.readouterr().out
-    assert len(trials)==out.count('is proved on your model: 6 samples')==1 and 'leaves out your loss and callbacks' in out
+    assert len(trials)==out.count('is proved on your model: 6 samples')==1
+    assert 'leaves out your loss and callbacks' in out
 
 @pytest.mark.parametrize('n', [2,3,20])
 @pytest.mark.parametrize('k', ways)
@@ -127,8 +128,8 @@ def test_it_is_proved_again_when_something_changes(trials):
 
 def test_fine_tune_is_proved_twice(trials):
     m = net()
-    learn = Learner(make_dls(20, 8, x=images, y=classes(20)), m, nn.CrossEntropyLoss(), SGD, cbs=MicroBatch(3, exact=True),
-                    splitter=lambda m: [params(m[0]), params(m[1:])])
+    learn = Learner(make_dls(20, 8, x=images, y=classes(20)), m, nn.CrossEntropyLoss(), SGD,
+                    cbs=MicroBatch(3, exact=True), splitter=lambda m: [params(m[0]), params(m[1:])])
     with learn.no_bar(),learn.no_logging(): learn.fine_tune(1, freeze_epochs=1)
     assert len(trials)==2
     learn.freeze()
