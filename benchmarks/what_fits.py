@@ -34,8 +34,8 @@ def unet(device, bs=4, px=64):
     dls = images(bs, px, device, masks=True)
     return unet_learner(dls, resnet34, n_out=10, pretrained=False, normalize=False, loss_func=CrossEntropyLossFlat(axis=1))
 
-def text(device, bs=8):
-    df = pd.DataFrame(dict(text=[' '.join(random.choices('abcdefgh', k=n)) for n in random.choices(range(20,101), k=3*bs)], label=random.choices('xy', k=3*bs)))
+def text(device, bs=16):
+    df = pd.DataFrame(dict(text=[' '.join(random.choices('abcdefgh', k=n)) for n in random.choices(range(20,141), k=3*bs)], label=random.choices('xy', k=3*bs)))
     dls = TextDataLoaders.from_df(df, text_col='text', label_col='label', valid_pct=.1, bs=bs, device=device)
     return text_classifier_learner(dls, AWD_LSTM, pretrained=False, config=dict(awd_lstm_clas_config, emb_sz=200, n_hid=400))
 
@@ -68,7 +68,7 @@ def contrastive(device, bs=64, px=32):
     return Learner(images(bs, px, device), nn.Sequential(*convs, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 16)), loss_func=info_nce)
 
 nets = {'`vision_learner`, ResNet-34, 16 images of 96 pixels':resnet, '`unet_learner`, ResNet-34, 4 images of 64 pixels':unet,
-        '`text_classifier_learner`, AWD-LSTM with 3 layers of 400, 8 texts':text, 'A transformer with 4 layers of 128, 16 sequences of 128 tokens':transformer,
+        '`text_classifier_learner`, AWD-LSTM with 3 layers of 400, 16 texts':text, 'A transformer with 4 layers of 128, 16 sequences of 128 tokens':transformer,
         '`tabular_learner`, layers of 400 and 200, 1,024 rows':tabular,
         'A contrastive loss, 3 convolutions, 64 images of 32 pixels':contrastive}
 
