@@ -17,11 +17,15 @@ from .loss import loss_reduction
 from .windows import batch_size
 
 # %% ../nbs/refusals.ipynb #6ddc79a3
+scheduled = 'an int of at least 1 (for a fastai schedule f, pass `lambda pct: max(1, round(f(pct)))`)'
+
 def check_count(who, name, v, what='an int of at least 1'):
     if isinstance(v, Integral) and not isinstance(v, bool) and v>=1: return int(v)
-    hint = (f"; write {int(v)}" if isinstance(v, float) and v>=1 and v.is_integer() else
-            "; if it changes while you train, pass a function `pct -> int`" if isinstance(v, (list,tuple)) else '')
-    raise ValueError(f"{who}: {name} must be {what}, got {v!r}{hint}")
+    is_whole,is_list = isinstance(v, float) and v>=1 and v.is_integer(),isinstance(v, (list,tuple)) and name!='bs'
+    hint = ('' if what==scheduled else f"; write {int(v)}" if is_whole else f"; write its `.{name}`" if hasattr(v, name)
+            else "; if it changes while you train, pass a function `pct -> int`" if is_list else '')
+    got = type(v).__name__ if hasattr(v, name) else repr(v)
+    raise ValueError(f"{who}: {name} must be {what}, got {got}{hint}")
 
 def check_flags(who, allowed, **kwargs):
     for k,v in kwargs.items():
@@ -47,9 +51,6 @@ def refuse_unknown(cls, kwargs):
         lines = [f'`{who}({name}={v!r})`' for who,name in sorted(found, key=lambda o: o[0]!=cls.__name__)]
         hint = f"Did you mean {' or '.join(lines)}? " if lines else ''
         raise TypeError(f"{cls.__name__}: there is no argument {k!r}. {hint}The arguments are {', '.join(args)}")
-
-# %% ../nbs/refusals.ipynb #b4551f44
-scheduled = 'an int of at least 1 (for a fastai schedule f, pass `lambda pct: max(1, round(f(pct)))`)'
 
 # %% ../nbs/refusals.ipynb #b2d406c0
 _overridden = dict(all_batches="override one_batch, which is called for each micro-batch",
