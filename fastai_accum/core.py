@@ -44,7 +44,11 @@ class WindowCallback(Callback):
 
 # %% ../nbs/core.ipynb #4a01fea2
 class AccumulateStep(WindowCallback):
-    "Step the optimizer once per window of micro-batches, with the gradient of all its samples"
+    """Step the optimizer once per window of micro-batches, with the gradient of all its samples
+
+    Example: `Learner(dls, model, cbs=AccumulateStep(n_step=4))` makes one step per 4 batches of `dls`.
+    Give `n_step` or `n_samples`. A wrong argument raises an error at once, a wrong learner when `fit` begins.
+    https://fastai-accum.github.io/fastai_accum/core.html"""
     name = 'accumulate_step'   # subclasses have the same name
     def __init__(self,
         n_step:int|Callable|None=None, # Micro-batches in a window: a number, or a schedule `pct -> int`
@@ -72,7 +76,10 @@ def accumulate(self:Learner,
     n_step:int|Callable|None=None, # Micro-batches in a window: a number, or a schedule `pct -> int`
     **kwargs
 )->Learner:
-    "Add an `AccumulateStep` to the learner, in place of an earlier one"
+    """Add an `AccumulateStep` to the learner, in place of an earlier one
+
+    Example: `learn.accumulate(4).fine_tune(3)`. The arguments are those of `AccumulateStep`.
+    https://fastai-accum.github.io/fastai_accum/core.html"""
     cb = AccumulateStep(n_step, **kwargs)
     return self.remove_cbs(self.cbs.filter(risinstance(AccumulateStep))).add_cb(cb)
 

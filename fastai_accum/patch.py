@@ -26,7 +26,11 @@ def turn_on_accumulation(
     n_step:int|Callable|None=None, # Micro-batches in a window: a number, or a schedule `pct -> int`
     **kwargs
 ):
-    "Accumulate in every fit of every `Learner` that has no `AccumulateStep`; an earlier setting is replaced"
+    """Accumulate in every fit of every `Learner` that has no `AccumulateStep`; an earlier setting is replaced
+
+    Example: `turn_on_accumulation(4)`, then `learn.fine_tune(3)`. The arguments are those of `AccumulateStep`.
+    It stays on, also for learners that you make later, until you call `turn_off_accumulation()`.
+    https://fastai-accum.github.io/fastai_accum/patch.html"""
     AccumulateStep(n_step, **kwargs)   # raises an error for a wrong argument, and the earlier setting stays
     defaults.accumulation[-1].kwargs = dict(n_step=n_step, **kwargs)
 
@@ -42,7 +46,10 @@ def accumulation(
     n_step:int|Callable|None=None, # Micro-batches in a window: a number, or a schedule `pct -> int`
     **kwargs
 ):
-    "Accumulate in a `with` block, then go back to the earlier setting"
+    """Accumulate in a `with` block, then go back to the earlier setting
+
+    Example: `with accumulation(4): learn.fit(1)`. The arguments are those of `AccumulateStep`.
+    https://fastai-accum.github.io/fastai_accum/patch.html"""
     block = SimpleNamespace(kwargs=None)
     defaults.accumulation.append(block)
     try:

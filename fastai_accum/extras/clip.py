@@ -35,19 +35,23 @@ def clip_grad_adaptive_(
 def _head(model): return [m for m in model.modules() if isinstance(m, nn.Linear)][-1:]
 
 class AdaptiveGradientClip(Callback):
-    "Clip the gradient of each unit by the norm of its weights, once for each optimizer step (Brock et al., 2021)"
+    """Clip the gradient of each unit by the norm of its weights, once for each optimizer step (Brock et al., 2021)
+
+    Example: `cbs=[AccumulateStep(4), AdaptiveGradientClip(0.01)]`; it works without an `AccumulateStep` too.
+    https://fastai-accum.github.io/fastai_accum/extras/clip.html"""
     order = 11   # as `GradientClip`, which we do not import: its module adds a progress bar to every `Learner`
     def __init__(self,
         clip_factor:float=0.01, # λ: the largest allowed ratio of the norm of a unit's gradient to that of its weights
         eps:float=1e-3, # ε: the norm of a unit's weights counts as at least this, so that weights of zero can move
         exclude=None # A module or a list of modules that are not clipped; `None`: the last `nn.Linear`; `[]`: clip all
     ):
-        for nm,v in dict(clip_factor=clip_factor, eps=eps).items():
+        for nm,v,d in (('clip_factor',clip_factor,0.01),('eps',eps,0.001)):
             if isinstance(v, bool) or not isinstance(v, Real) or not 0<v<math.inf:
-                raise ValueError(f"AdaptiveGradientClip: {nm} must be a number above 0, got {v!r}")
+                raise ValueError(f"AdaptiveGradientClip: {nm} must be a number above 0, such as {d}, got {v!r}")
         for m in L(exclude):
             if isinstance(m, nn.Module): continue
-            raise ValueError(f"AdaptiveGradientClip: exclude must hold modules of the model, got {m!r}")
+            raise ValueError("AdaptiveGradientClip: exclude must hold modules of the model, such as learn.model[-1], "
+                             f"got {m!r}")
         store_attr()
 
     def before_fit(self):

@@ -15,7 +15,11 @@ from ..core import in_charge,parameters,window_callbacks
 
 # %% ../../nbs/extras/precision.ipynb #a826efc7
 class GradAccumDtype(Callback):
-    "Sum the gradients of a window in `dtype`, and cast their mean to the dtype of the parameter at the boundary"
+    """Sum the gradients of a window in `dtype`, and cast their mean to the dtype of the parameter at the boundary
+
+    Example: `cbs=[AccumulateStep(4), GradAccumDtype()]`, for a model in bfloat16 or float16. It takes the memory of one
+    copy of the gradients in `dtype`, needs PyTorch 2.1, and refuses `DistributedDataParallel`.
+    https://fastai-accum.github.io/fastai_accum/extras/precision.html"""
     order,run_valid = -math.inf,False  # so all other callbacks see complete gradients
     win = sums = None                  # the window, and the sums of its gradients
     _stateattrs = 'win','sums'         # not copied, not saved

@@ -14,7 +14,11 @@ from ..core import in_charge,parameters,window_callbacks
 
 # %% ../../nbs/extras/skip.ipynb #1129bd5d
 class SkipNonFinite(Callback):
-    "Leave out micro-batches whose loss is NaN or infinite, and steps whose gradient is; needs an `AccumulateStep`"
+    """Leave out micro-batches whose loss is NaN or infinite, and steps whose gradient is; needs an `AccumulateStep`
+
+    Example: `cbs=[AccumulateStep(4), SkipNonFinite()]`. The first of each fit raises a warning; `n_micro` and `n_steps`
+    count what this fit has left out.
+    https://fastai-accum.github.io/fastai_accum/extras/skip.html"""
     order,run_valid = 10.5,False   # after mixed precision, which skips the steps that overflow by its own scale
     def __init__(self): self.n_micro = self.n_steps = 0   # what this fit has left out, or the last one
 

@@ -18,7 +18,10 @@ from ..refusals import check_count
 def plot_windows(self:Recorder,
     figsize:tuple=(9,2.7) # Width and height, in inches
 ):
-    "Plot the learning rate, the effective batch and the steps of the last fit, over the samples of its steps"
+    """Plot the learning rate, the effective batch and the steps of the last fit, over the samples of its steps
+
+    Example: `learn.recorder.plot_windows()`, after a fit with an `AccumulateStep` or a `MicroBatch`.
+    https://fastai-accum.github.io/fastai_accum/know/schedules.html"""
     acc,lrs = in_charge(self.learn) or vars(self.learn).get('accumulate_step'),getattr(self, 'lrs', [])
     sizes = acc.counts.sizes if acc else []
     if not lrs or len(sizes)-len(lrs) not in (0,1):   # 1: another callback has ended the fit before it was recorded
@@ -40,7 +43,11 @@ def SchedSeesaw(
     n_step:int, # Micro-batches in the first windows
     n_max:int # Largest number of micro-batches in a window; from there on, the learning rate is halved as in `sched`
 )->Seesaw: # The schedules `lr` and `n_step`, functions of `pct`
-    "Where `sched` halves the learning rate, multiply it by 1/√2 and double the window (Meterez et al., 2025)"
+    """Where `sched` halves the learning rate, multiply it by 1/√2 and double the window (Meterez et al., 2025)
+
+    Example: `s = SchedSeesaw(SchedCos(1e-3, 0), n_step=2, n_max=16)`, then
+    `learn.fit(10, cbs=[AccumulateStep(s.n_step), ParamScheduler(dict(lr=s.lr))])`.
+    https://fastai-accum.github.io/fastai_accum/know/schedules.html"""
     if not callable(sched):
         raise ValueError(f"SchedSeesaw: sched must be a function of pct, such as SchedCos(1e-3, 0), got {sched!r}")
     for k,v in dict(n_step=n_step, n_max=n_max).items():
