@@ -50,4 +50,5 @@ def recomputed(forward, part, state):
     start = torch.ones((), requires_grad=True)   # a checkpoint needs one argument that requires a gradient
     outs = checkpoint(run, start, *tensors, use_reentrant=True, preserve_rng_state=False)
     outs = iter([o if need else o.detach() for o,need in zip(outs, needed)])
-    return tree_map(lambda o: next(outs), preds)
+    res,preds = tree_map(lambda o: next(outs), preds),None   # or the graph would lead to `run`, and `run` to the graph
+    return res

@@ -84,6 +84,18 @@ def test_a_norm_of_features(): same(flat(lambda h, bn: bn(h).relu(), nn.BatchNor
 
 def test_a_norm_used_twice(): same(flat(lambda h, bn: bn(bn(h).relu()+h), nn.BatchNorm1d(8, momentum=None)), X, Y)
 
+@pytest.mark.parametrize('kw', [dict(exact=True), dict(coupled=True)])
+@pytest.mark.parametrize('layer', [nn.Dropout(), nn.BatchNorm1d(8)])
+def test_no_batch_waits_for_the_garbage_collector(kw, layer):
+    "When a batch is over, its tensors are gone: nothing leads from them to themselves"
+    learn = train(flat(lambda h, m: m(h), layer), X, Y, MicroBatch(4, **kw))
+    gc.collect(); gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        learn.fit(1)   # the proof is done
+        gc.collect()
+        assert not [o.shape for o in gc.garbage if isinstance(o, Tensor)]
+    finally: gc.set_debug(0); gc.garbage.clear()
+
 def test_a_norm_at_the_input(): same(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6,3)), X, Y)
 
 def test_functional(): same(flat(lambda h: F.batch_norm(h, None, None, training=True)), X, Y)
