@@ -59,6 +59,7 @@ def worker(rank, address, port, pairs, out):
     dist.init_process_group('gloo')
     res = {n:measure(n, pairs) for n in STEPS}
     if rank==0: Path(out).write_bytes(pickle.dumps(res))
+    dist.barrier()   # the store lives in process 0
     dist.destroy_process_group()
 
 def sh(s, check=True): return subprocess.run(s.split(), check=check, capture_output=True).returncode==0
