@@ -108,6 +108,8 @@ _known = set('bernoulli bernoulli_ rand randn randint rand_like randn_like randi
              'normal_ exponential_ geometric_ log_normal_ cauchy_ random_ native_dropout'.split())
 # of these, each element takes the same share of the generator, whatever the others are
 
+_instead = ("If this is a text_classifier_learner, give it a seq_len as long as your longest text; otherwise leave exact "
+            "out, or take GradientCheckpointing() instead of MicroBatch")
 def _name(func): return func._schema.name.split('::')[1]
 @lru_cache(None)
 def _is_known(func): return _name(func) in _known and not func._overloadname.endswith('out')
@@ -148,7 +150,7 @@ def batch_dims(
             raise ValueError("MicroBatch: exact=True is not possible: "
                 f"{where}. Its sizes, {x.sizes} for {n} samples and {y.sizes} for {m}, "
                 "do not show which dimension has the samples. "
-                "Draw a row for each sample, or leave exact out") from None
+                f"Draw a row for each sample. {_instead}") from None
         if any(d for d,_ in dims) and not _is_known(y.func):
             raise ValueError("MicroBatch: exact=True is not possible: "
                 f"{where}. We don't know how to give a slice its part of "
@@ -179,7 +181,7 @@ class Dealt(TorchDispatchMode):
     def _differs(self, now, draw):
         before = f'with {_name(draw.func)} {draw.sizes}' if draw else 'nothing'
         raise Differs(f"MicroBatch: exact=True is not possible: the model draws {now}, although it drew {before} for "
-                      "the first samples of this batch; what it draws must not depend on the samples")
+                      f"the first samples of this batch; what it draws must not depend on the samples. {_instead}")
 
     def _odd(self, o, size, dim):
         "Whether the size of `o` is not what a slice should have"

@@ -169,7 +169,7 @@ def windows(self:Bench, **kwargs):
 def begin(self:Bench, on):
     "Set the learner back, and give it what it trains with: float64, and no suspects but those that are `on`"
     learn = self.learn
-    self.was.restore()
+    self.was.put_back()
     for t,*_ in self.was.tensors:
         if t.is_leaf: t.grad,t.data = None,double(t.detach().to(self.device, copy=True))
     learn.remove_cbs([o for o in learn.cbs if _is_any(o, _never) or o in self.suspects and o not in on])
@@ -379,7 +379,7 @@ def line(self:Bench, k):
 @patch
 def proof(self:Bench, cb):
     "What `prove` finds out about a callback, or `None` if the trial fails"
-    self.was.restore()
+    self.was.put_back()
     split,device = getattr(self.cut, 'split', None),next(self.model.parameters()).device
     b = tree_map(lambda o: o.to(device), self.batch)
     if isinstance(cb, GradientCheckpointing): cb.found(self.learn)   # or it raises an error
@@ -391,6 +391,7 @@ def proof(self:Bench, cb):
 @patch
 def proved(self:Bench, cb):
     "Whether the learner may train with the callback"
+    self.was.put_back()
     try:
         if getattr(cb, 'exact', False): refuse_exact(self.learn.model)
         p = self.proof(cb)
@@ -420,16 +421,19 @@ def check_accumulation(self:Learner,
         raise ValueError(f"check_accumulation: bs must be an int of at least 2, got {bs!r}")
     if not hasattr(torch, 'get_autocast_dtype'):
         raise RuntimeError(f"check_accumulation: PyTorch 2.4 or later is needed, this is {torch.__version__}")
-    opt,self.opt = self.opt,None   # its state is not touched
-    was = Remembered(*self.model.parameters(), *self.model.buffers(), self, self.dls, copies=False)
+    opt,was = self.opt,None
     try:
+        self.opt = None   # its state is not touched
+        was = Remembered(*self.model.parameters(), *self.model.buffers(), self, self.dls, copies=False)
         batch,n_inp = first_batch(self)
-        was.restore()
+        was.put_back()
         with apart(self.model):
             bench = Bench(self, was, batch, n_inp, int(bs))
             return bench.keeps() or bench.check()
     except Exception as e:
         if not is_out_of_memory(e) or bs<=4: raise
-    finally: was.restore(); self.opt = opt
+    finally:
+        try: was and was.restore()
+        finally: self.opt = opt
     gc.collect()   # the error held tensors
     return self.check_accumulation(bs//2)

@@ -156,16 +156,13 @@ class Middles(TorchDispatchMode):
 
 # %% ../../nbs/know/trial.ipynb #d4a1c002
 def train(learn, cbs=(), modes=(), seed=0):
-    "Train `learn`, a copy, for an epoch with more callbacks and inside of `modes`; afterwards it has no tensors"
+    "Train `learn`, a copy or one that is set back, for an epoch with more callbacks and inside of `modes`"
     learn.add_cbs(cbs)
     learn.logger,learn.create_mbar,learn._backward = noop,False,lambda: torch.autograd.backward(learn.loss_grad)
     for o in learn.cbs.filter(lambda o: hasattr(o, 'prove')): o.prove = None
     stay = lent(torch.autograd, has_torch_function=lambda _: False)
     random.seed(seed); np.random.seed(seed); torch.manual_seed(seed)
-    try:
-        with ExitStack() as stack:
-            for o in (stay,InDouble(),*modes): stack.enter_context(o)
-            getattr(Learner.fit, 'fastais', Learner.fit)(learn, 1, 0.)   # without what `turn_on_accumulation` adds
-    finally:
-        for o in (*learn.model.parameters(),*learn.model.buffers()): o.data,o.grad = torch.empty(0),None
+    with ExitStack() as stack:
+        for o in (stay,InDouble(),*modes): stack.enter_context(o)
+        getattr(Learner.fit, 'fastais', Learner.fit)(learn, 1, 0.)   # without what `turn_on_accumulation` adds
     return learn

@@ -8,6 +8,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/know/unchanged.html.md"""
 __all__ = ['has_own_life', 'may_be_order', 'Remembered', 'unchanged']
 
 # %% ../../nbs/know/unchanged.ipynb #4254ae8c
+import signal,threading
 from collections import deque
 from contextlib import contextmanager
 from types import FunctionType,MethodType,ModuleType
@@ -73,20 +74,30 @@ def look(self:Remembered, o, is_data):
 def look_at_tensor(self:Remembered, t):
     self.devices.add(t.device)
     if t.layout is not torch.strided or t.device.type=='meta' or 0 in t.stride(): return
-    grad = t.grad if t.is_leaf else None
-    self.tensors.append((t, t.data, self.copies and t.detach().to('cpu', copy=True), t.requires_grad, grad))
+    was = t.detach().to('cpu', copy=True) if self.copies or may_be_order(t) else None
+    self.tensors.append((t, t.data, was, t.requires_grad, t.grad if t.is_leaf else None))
 
 # %% ../../nbs/know/unchanged.ipynb #3d24e758
 @patch
-def restore(self:Remembered):
-    "Set everything back"
+def put_back(self:Remembered):
     self.held.restore()
     for t,data,was,needs_grad,grad in self.tensors:
         t.data = data   # it may have moved to another device
-        if self.copies: data.copy_(was)
+        if was is not None: data.copy_(was)
         if t.is_leaf: t.requires_grad_(needs_grad).grad = grad
     for o,was in self.arrays: o[...] = was
     self.random.restore()
+
+@patch
+def restore(self:Remembered):
+    "Set everything back; Ctrl-C waits for the end"
+    came,was = [],signal.getsignal(signal.SIGINT)
+    waits = was is not None and threading.current_thread() is threading.main_thread()   # no other thread gets Ctrl-C
+    if waits: signal.signal(signal.SIGINT, lambda *args: came.append(args))
+    try: self.put_back()
+    finally:
+        if waits: signal.signal(signal.SIGINT, was)
+    if came and callable(was): was(*came[0])
 
 # %% ../../nbs/know/unchanged.ipynb #dc45f482
 @contextmanager

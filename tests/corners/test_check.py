@@ -1,5 +1,6 @@
 """`check_accumulation` on learners with known causes. Each remedy that it names is tried, and the learner stays as
 it was"""
+import _thread,signal,time
 import pytest
 from harness import *
 from fastai.callback.tracker import SaveModelCallback
@@ -9,6 +10,7 @@ from fastai.callback.mixup import CutMix,MixUp
 from fastai.callback.training import GradientClip
 from fastai_accum.all import *
 from fastai_accum.know.check import *
+from fastai_accum.held import Held
 from fastai_accum.patch import accumulation_settings
 from fastai_accum.know.prove import tol
 
@@ -307,6 +309,36 @@ def test_fits_as_before():
             learn.fit(1)
         return learn
     assert_same(fit(True), fit(False), tol=0)
+
+def test_ctrl_c_while_the_learner_is_set_back(monkeypatch):
+    "Setting back goes on to its end"
+    learn,put_back,n,at = learner(net(nn.BatchNorm1d(5)), cbs=AccumulateStep(2)),Held.restore,0,0
+    def restore(self):
+        nonlocal n
+        n += 1
+        if n==at: _thread.interrupt_main(); time.sleep(.01)
+        put_back(self)
+    monkeypatch.setattr(Held, 'restore', restore)
+    learn.check_accumulation()
+    total,before,was = n,state(learn),signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for at in 1, total//2, total-1, total:
+            n = 0
+            with pytest.raises(KeyboardInterrupt): learn.check_accumulation()
+            assert_as_before(before, learn)
+    finally: signal.signal(signal.SIGINT, was)
+
+def test_a_buffer_without_memory_of_its_own():
+    "`expand` gives all its elements one place"
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer('w', torch.ones(1).expand(6))
+            self.net = net(nn.BatchNorm1d(5))
+        def forward(self, x): return self.net(x*self.w)
+    learn = learner(Model())
+    assert found(learn)==['batch norm'] and learn.model.w.shape==(6,)
+    with learn.no_logging(): learn.recorder.smooth_loss = AvgSmoothLoss64(); learn.fit(1)
 
 @pytest.mark.parametrize('where', ['forward','before_batch','after_backward','loss'])
 @pytest.mark.parametrize('error', [KeyboardInterrupt, RuntimeError])

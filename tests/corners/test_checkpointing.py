@@ -389,7 +389,7 @@ def test_in_place():
         m = Net(); m.body[1] = InPlace(); return m
     learn = get_learner(make, odd[1]).gradient_checkpointing()
     why = 'body.1 changes its input in place, so it cannot be computed again; leave it out of blocks'
-    with pytest.raises(ValueError, match=why): learn.fit(1)
+    with pytest.raises((ValueError,RuntimeError), match=why): learn.fit(1)   # by the proof, or in the first batch
     assert is_clean(learn)
 
 names = dict(

@@ -718,3 +718,18 @@ def test_ctrl_c_at_any_time():
         if t is not threading.main_thread() and t.daemon: t.join(2)
     left_alone(m)
     same(m, X2, Y2, 7)
+
+def test_long_texts_are_refused_in_words():
+    "fastai's text classifier leaves out texts that have ended, so its draws depend on the texts"
+    x = torch.randint(2, 40, (8,30))
+    x[5:,12:] = 1   # padding
+    def make(seq_len):
+        config = dict(awd_lstm_clas_config, emb_sz=6, n_hid=10, n_layers=2)
+        return get_text_classifier(AWD_LSTM, 40, 3, seq_len=seq_len, config=config, max_len=30)
+    y = torch.tensor([0,1,2,0,1,2,0,1])
+    def fit(seq_len):
+        learn = make_learner(make_dls(8, 8, y=y, x=x, valid_bs=8), make(seq_len).double(),
+                             cbs=[MicroBatch(4, exact=True), *rnn_cbs()], splitter=params)
+        learn.fit(1)
+    fit(30)
+    with pytest.raises((RuntimeError,ValueError), match='seq_len as long as your longest text'): fit(10)
