@@ -108,8 +108,8 @@ _known = set('bernoulli bernoulli_ rand randn randint rand_like randn_like randi
              'normal_ exponential_ geometric_ log_normal_ cauchy_ random_ native_dropout'.split())
 # of these, each element takes the same share of the generator, whatever the others are
 
-_instead = ("If this is a text_classifier_learner, give it a seq_len as long as your longest text; otherwise leave exact "
-            "out, or take GradientCheckpointing() instead of MicroBatch")
+_instead = ("If this is a text_classifier_learner, give it a seq_len as long as your longest text; otherwise leave "
+            "exact out, or take GradientCheckpointing() instead of MicroBatch")
 def _name(func): return func._schema.name.split('::')[1]
 @lru_cache(None)
 def _is_known(func): return _name(func) in _known and not func._overloadname.endswith('out')
