@@ -229,15 +229,13 @@ _signatures = {
     torch.batch_norm: _signature([(o,None) for o in _args])}
 
 class AtNorms(TorchFunctionMode):
-    "Call `norm(args, f)` in the place of each batch norm in training, which is `f()`; `mode` is on in `funcs`"
-    def __init__(self, norm, mode=None, funcs=()):
+    "Call `norm(args, f)` in the place of each batch norm in training, which is `f()`"
+    def __init__(self, norm):
         super().__init__()
-        self.norm,self.mode,self.funcs = norm,mode,funcs
+        self.norm = norm
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         def run(): return func(*args, **(kwargs or {}))
-        if func in self.funcs:
-            with self.mode: return run()
         if func not in _signatures: return run()
         bound = _signatures[func].bind(*args, **(kwargs or {}))
         bound.apply_defaults()

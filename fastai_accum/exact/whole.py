@@ -8,7 +8,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/exact/whole.html.md"""
 __all__ = ['Whole', 'refuse', 'few_samples', 'modes', 'watch', 'alone', 'check']
 
 # %% ../../nbs/exact/whole.ipynb #68a53796
-from contextlib import contextmanager,nullcontext
+from contextlib import contextmanager
 from fastai.basics import *
 from .draws import Dealt,Deck,Differs,Draws,batch_dims,running
 from .lockstep import AtNorms,Lockstep,in_thread
@@ -101,12 +101,11 @@ def watch(state, forward, xb):
         first = Held(state.objects)
         with Draws(where) as draws,AtNorms(note): forward(*tree_map(_copy, xb))
         note()
-        moved = {i for i in state.moved(lent) if id(lent[i]) not in still}
+        kept = {i for i,b in lent.items() if id(b) in still}   # running statistics
+        moved = state.moved(lent) - kept
     buffers = [(bs,k) for bs,k in state.places if id(bs[k]) in moved]
     changed.update((id(bs), bs) for bs,_ in buffers)
-    funcs = {o.inside for o in draws.draws}
-    return SimpleNamespace(draws=draws.draws, funcs=None if None in funcs else funcs, norms=norms,
-                           objects=list(changed.values()), buffers=buffers)
+    return SimpleNamespace(draws=draws.draws, norms=norms, objects=list(changed.values()), buffers=buffers, kept=kept)
 
 def _copy(o): return o.clone() if isinstance(o, Tensor) else o.copy()   # the model may change its input
 
@@ -121,7 +120,7 @@ def run_slices(self:Whole, plan, state, forward, parts, sizes):
     @contextmanager
     def deal(k, norm):
         dealt = Dealt(deck, *at(k))
-        with dealt if plan.funcs is None else nullcontext(),AtNorms(norm, dealt, plan.funcs or ()): yield
+        with dealt,AtNorms(norm): yield
         dealt.end()
     @contextmanager
     def around(k, norm):
@@ -154,6 +153,8 @@ def check(plan, state, n, ends):
     odd = [type(o).__name__ for o in state.held.changed() if id(o) not in known]
     stay = [(g, ends.get(g, was)) for g,was in state.random.was]+state.held.was   # no slice moves a generator alone
     odd += [type(g).__name__ for g,was in stay if isinstance(g, torch.Generator) and not g.get_state().equal(was)]
+    known = {id(bs[k]) for bs,k in plan.buffers} | plan.kept
+    odd += ['buffer' for i,(b,was) in state.buffers.items() if i not in known and not torch.equal(b, was)]
     if odd: raise Differs(f"{_differs} changes a {odd[0]}, although it changed none {_before}")
 
 # %% ../../nbs/exact/whole.ipynb #6dcd3e54
