@@ -11,7 +11,7 @@ __all__ = ['turn_on_accumulation', 'turn_off_accumulation', 'accumulation']
 from contextlib import contextmanager
 from functools import wraps
 from fastai.basics import *
-from .core import AccumulateStep,window_callbacks
+from .core import AccumulateStep
 
 # %% ../nbs/patch.ipynb #a81f9530
 if not hasattr(defaults, 'accumulation'): defaults.accumulation = [SimpleNamespace(kwargs=None)]

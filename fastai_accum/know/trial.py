@@ -12,7 +12,6 @@ import copy as copy_module,io,warnings
 from contextlib import ExitStack,contextmanager,redirect_stdout
 from types import CellType,FunctionType
 from fastai.basics import *
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

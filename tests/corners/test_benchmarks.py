@@ -5,7 +5,8 @@ pytestmark = needs_exact
 folder = Path(__file__).resolve().parents[2]/'benchmarks'
 
 def test_without_a_gpu_it_says_what_it_would_do():
-    out = subprocess.run([sys.executable, str(folder/'gpu.py'), '--dry'], capture_output=True, text=True, check=True).stdout
+    cmd = [sys.executable, str(folder/'gpu.py'), '--dry']
+    out = subprocess.run(cmd, capture_output=True, text=True, check=True).stdout
     for o in ('out_of_memory: ','exact: ','overlap: ','tables: ','-m pytest','wholebatch.py --save'): assert o in out
 
 def test_the_weights_that_the_gpu_is_asked_for(monkeypatch):

@@ -2,7 +2,7 @@
 import pytest,threading
 from dataclasses import dataclass
 from functools import partial
-from torch.utils.data import BatchSampler,SequentialSampler,TensorDataset,WeightedRandomSampler
+from torch.utils.data import BatchSampler,TensorDataset,WeightedRandomSampler
 from torch.utils.data import DataLoader as TorchLoader
 from harness import *
 from fastai_accum.loss import *

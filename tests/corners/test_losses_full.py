@@ -5,7 +5,7 @@ from hypothesis import given,settings,strategies as st
 from fastai.callback.mixup import MixHandler
 from harness import *
 from fastai_accum.loss import *
-from test_losses import BS,N,Pixels,W,W0,check,check_flat,flat,ignoring,losses,masked,pair,rare,real,some,void
+from test_losses import BS,N,W,W0,check,check_flat,flat,ignoring,losses,masked,pair,rare,real,some
 
 @pytest.mark.parametrize('name', [o for o in losses if o not in some])
 def test_other_losses(name): check(name)

@@ -3,7 +3,6 @@ import gc,itertools,os,pytest,subprocess,sys,weakref,zipfile
 from functools import wraps
 from harness import *
 from fastai_accum.patch import *
-from fastai_accum.patch import accumulation_settings
 from test_patch import check,fits,settings,some,steps,turned_off
 
 @pytest.mark.parametrize('fit,how,existing',

@@ -1,5 +1,5 @@
 """Windows on a schedule, against a loop by hand over batches whose size changes at the same samples."""
-import pytest,warnings
+import pytest
 from harness import *
 from fastai_accum.microbatch import *
 from fastai_accum.patch import *

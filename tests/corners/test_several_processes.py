@@ -2,7 +2,7 @@
 
 All cases run in one set of processes for each number of them, since starting them takes longer than training; no wait
 is without a limit."""
-import os,socket,subprocess,sys
+import os,subprocess,sys
 import pytest
 pytest.importorskip('accelerate',
                     reason='fastai trains in several processes through accelerate, which is not installed')

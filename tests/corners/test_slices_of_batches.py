@@ -1,5 +1,5 @@
 "Batches in slices against whole batches"
-import pickle,pytest,sys
+import pytest
 from weakref import WeakKeyDictionary
 from harness import *
 from fastai_accum.microbatch import *

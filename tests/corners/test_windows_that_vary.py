@@ -271,7 +271,6 @@ def test_pytorch_loader():
         assert_same(a, b)
 
 def test_pickle_and_deepcopy(tmp_path):
-    import pickle
     a,b = make_learner(make_dls(76, 8), cbs=AccumulateStep(4)),make_learner(make_dls(76, 32))
     for l in (a,b): l.fit(1)
     c = deepcopy(a)

@@ -10,7 +10,7 @@ from fastai.tabular.all import Categorify, FillMissing, Normalize, TabularPandas
 from fastai.collab import CollabDataLoaders, collab_learner
 from fastai.text.data import LMDataLoader,SortedDL,pad_chunk,pad_input_chunk
 from fastai.text.models.core import AWD_LSTM,get_language_model,get_text_classifier
-from fastai.vision.gan import AdaptiveGANSwitcher,FixedGANSwitcher,GANDiscriminativeLR,GANLearner
+from fastai.vision.gan import AdaptiveGANSwitcher,FixedGANSwitcher,GANLearner
 from torchvision.models.resnet import BasicBlock,ResNet
 from sklearn.datasets import load_digits
 from matrix import *

@@ -1,6 +1,6 @@
 "Losses, in windows of very unequal weights (`test_loss` has the grids), and what is not the same"
 from matrix import *
-from test_losses import BS,N,Pixels,W,flat,ignoring,losses,pair as loss_pair,rare
+from test_losses import BS,N,W,flat,ignoring,losses,pair as loss_pair,rare
 
 FLAT = 1e-5   # fastai's wrapped losses and `DiceLoss` compute in float32, whatever they are given
 

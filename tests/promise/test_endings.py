@@ -6,7 +6,6 @@ now stands for. Both have to give the same. Here are some of each; tests/corners
 import pickle,pytest
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from harness import *
 from fastai_accum.patch import *
 

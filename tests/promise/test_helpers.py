@@ -1,5 +1,5 @@
 "What measures, checks and helps: a few strong cases each; the rest is in `corners`, in files named after the modules"
-import pytest,warnings
+import pytest
 import matplotlib; matplotlib.use('agg')
 from harness import *
 import fastai_accum.all   # for `exact=True`

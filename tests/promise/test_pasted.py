@@ -8,7 +8,8 @@ def test_cells_run_as_they_are_read(name, tmp_path):
     assert not error, error
 
 def test_a_name_that_the_page_hides_is_an_error(tmp_path):
-    hidden = ['#| hide', '#| echo: false', '#| include: false', '#| export\n#| hide', '#| exporti', '#| default_exp all']
+    hidden = ['#| hide', '#| echo: false', '#| include: false', '#| export\n#| hide', '#| exporti',
+              '#| default_exp all']
     assert not any(is_visible(f'{o}\nn = 4') for o in hidden)
     copied = [o for o in ('a = 2', f'{hidden[0]}\nn = 4', 'a*n') if is_visible(o)]
     assert "NameError: name 'n'" in paste(copied, tmp_path)
@@ -20,3 +21,7 @@ def test_the_notebook_is_alone(tmp_path):
     "No file and no module of this project can be imported, but the package"
     assert 'ModuleNotFoundError' in paste(['import harness'], tmp_path)
     assert not paste(['import fastai_accum,os', 'assert os.listdir()==[]'], tmp_path/'b')
+
+def test_no_page_hides_all_warnings():
+    "A filter stays for the notebooks that the same process runs later"
+    assert not [k for k,o in pages.items() if "filterwarnings('ignore')" in o.read_text()]

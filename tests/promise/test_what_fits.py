@@ -3,7 +3,6 @@ import gc,pytest,matplotlib; matplotlib.use('agg')
 from harness import *
 import fastai_accum.all
 from fastai_accum.memory.checkpointing import GradientCheckpointing
-from fastai_accum.memory.offload import OffloadActivations
 what_fits = pytest.importorskip('fastai_accum.know.what_fits') if not needs_exact.args[0] else None
 pytestmark = needs_exact
 
