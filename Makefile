@@ -72,7 +72,6 @@ proved: $(READY) ## What the page "What is proved, what is refused" shows, with 
 
 experiments: $(READY) ## What the first users of accumulation tried, and other libraries (downloads MNIST and CIFAR, an hour and a half)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations,bench]'
-	$(BIN)/python benchmarks/toy.py
 	$(BIN)/python benchmarks/errors.py
 	$(BIN)/python benchmarks/mnist.py
 	$(BIN)/python benchmarks/cifar.py

@@ -10,6 +10,7 @@ __all__ = ['scheduled', 'check_count', 'check_flags', 'check_function', 'refuse_
 
 # %% ../nbs/refusals.ipynb #16ecd46e
 import inspect,warnings
+from difflib import get_close_matches
 from numbers import Integral
 from fastai.basics import *
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -21,7 +22,8 @@ scheduled = 'an int of at least 1 (for a fastai schedule f, pass `lambda pct: ma
 
 def check_count(who, name, v, what='an int of at least 1'):
     if isinstance(v, Integral) and not isinstance(v, bool) and v>=1: return int(v)
-    is_whole,is_list = isinstance(v, float) and v>=1 and v.is_integer(),isinstance(v, (list,tuple)) and name!='bs'
+    is_whole = isinstance(v, float) and v>=1 and v.is_integer() or isinstance(v, str) and v.isdecimal()
+    is_list = isinstance(v, (list,tuple)) and name!='bs'
     hint = ('' if what==scheduled else f"; write {int(v)}" if is_whole else f"; write its `.{name}`" if hasattr(v, name)
             else "; if it changes while you train, pass a function `pct -> int`" if is_list else '')
     got = type(v).__name__ if hasattr(v, name) else repr(v)
@@ -37,8 +39,9 @@ def check_function(who, name, v, what):
 
 # %% ../nbs/refusals.ipynb #cdbc50cf
 _meant = {   # what other libraries call our arguments, without the `_`
-    'AccumulateStep n_step':    """nstep nsteps nmicro nacc accsteps accum accumsteps accumiter accumulationsteps
-        accumulategradbatches gradaccum gradaccumsteps gradientaccumulationsteps updatefreq everykschedule""",
+    'AccumulateStep n_step':    """nstep nsteps steps numsteps nmicro nacc accsteps accum accumsteps accumiter
+        accumulationsteps accumulategradbatches gradaccum gradaccumsteps gradientaccumulation
+        gradientaccumulationsteps updatefreq everykschedule""",
     'AccumulateStep n_samples': 'nsamples nacc accumbs batchsize effectivebatchsize effectivebs',
     'MicroBatch bs':            'bs batchsize minibatchsize microbatchsize devicetrainmicrobatchsize chunksize',
     **{f'MicroBatch {k}':k for k in ('coupled','exact','valid','split')}}
@@ -48,7 +51,8 @@ def refuse_unknown(cls, kwargs):
     args = [o for o in inspect.signature(cls.__init__).parameters if o not in ('self','kwargs')]
     for k,v in kwargs.items():
         found = [o.split() for o,names in _meant.items() if k.lower().replace('_', '') in names.split()]
-        lines = [f'`{who}({name}={v!r})`' for who,name in sorted(found, key=lambda o: o[0]!=cls.__name__)]
+        near = [] if found else [(cls.__name__,o) for o in get_close_matches(k, args, 1)]   # a slip of the keys
+        lines = [f'`{who}({name}={v!r})`' for who,name in sorted([*found,*near], key=lambda o: o[0]!=cls.__name__)]
         hint = f"Did you mean {' or '.join(lines)}? " if lines else ''
         raise TypeError(f"{cls.__name__}: there is no argument {k!r}. {hint}The arguments are {', '.join(args)}")
 

@@ -74,14 +74,18 @@ class BatchNormEval(Callback):
 # %% ../../nbs/extras/batchnorm.ipynb #887b68d6
 def scale_bn_momentum(
     model:nn.Module, # Changed in place
-    n_step:Real # Micro-batches in a window; `1/n_step` undoes it
+    n_step:Real # Micro-batches in a window; 1 undoes it
 )->nn.Module: # `model`
-    "Make `n_step` updates of each batch norm's running statistics count as much as one update did; call it once"
+    "Make `n_step` updates of each batch norm's running statistics count as much as one update does by itself"
     if isinstance(n_step, bool) or not isinstance(n_step, Real) or not 0<n_step<math.inf:
         raise ValueError(f"scale_bn_momentum: n_step must be a number above 0, got {n_step!r}")
     norms = [m for m in model.modules() if isinstance(m, _NormBase)]
     norms = [m for m in norms if m.track_running_stats and m.momentum is not None]
     for m in norms:
         if not 0<=m.momentum<=1: raise ValueError(f"scale_bn_momentum: the momentum of {m} must be from 0 to 1")
-    for m in norms: m.momentum = 1-(1-m.momentum)**(1/n_step)
+    for m in norms:
+        was,scaled = vars(m).get('unscaled_momentum', (None,None))   # so that a cell may run twice
+        was = was if m.momentum==scaled else m.momentum
+        m.momentum = 1-(1-was)**(1/n_step)
+        m.unscaled_momentum = was,m.momentum
     return model

@@ -62,9 +62,9 @@ def n_bytes(budget):
     "The bytes of a `budget` such as `8e9` or `'8GB'`"
     m = isinstance(budget, str) and re.fullmatch(r'\s*(\d+\.?\d*)\s*([KMGT]?)i?B?\s*', budget, re.I)
     n = float(m[1])*_units[m[2].upper()] if m else budget
-    if isinstance(n, Real) and not isinstance(n, bool) and 1<=n<math.inf: return int(n)
-    raise ValueError(f"what_fits: budget must be a number of bytes or a text like '8GB', got {budget!r}; "
-                     "on a GPU, leave it out to take what is free")
+    if isinstance(n, Real) and not isinstance(n, bool) and 1024<=n<math.inf: return int(n)
+    raise ValueError(f"what_fits: budget must be a text like '8GB', or a number of bytes, at least 1024, got "
+                     f"{budget!r}; on a GPU, leave it out to take what is free")
 
 def as_text(n):
     u = next((u for u in 'TGM' if n>=.9*_units[u]), 'K')

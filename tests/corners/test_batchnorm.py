@@ -96,8 +96,14 @@ def test_momentum(cls, n):
     for seed in 0,1:
         x = torch.randn(*kinds[cls], generator=torch.Generator().manual_seed(seed)).double()
         b(x)
-        for _ in range(n): scale_bn_momentum(a, n)(x); scale_bn_momentum(a, 1/n)
+        for _ in range(n): scale_bn_momentum(a, n)(x); scale_bn_momentum(a, 1)
     for k in 'running_mean','running_var': assert rel(getattr(a,k), getattr(b,k))[0]<=TOL
+
+def test_momentum_when_a_cell_runs_twice():
+    bn = scale_bn_momentum(scale_bn_momentum(nn.BatchNorm1d(4, momentum=.3), 8), 4)
+    assert bn.momentum==scale_bn_momentum(nn.BatchNorm1d(4, momentum=.3), 4).momentum
+    bn.momentum = .5   # set by hand
+    assert scale_bn_momentum(deepcopy(bn), 2).momentum==scale_bn_momentum(nn.BatchNorm1d(4, momentum=.5), 2).momentum
 
 def test_momentum_of_others_stays():
     model = nn.Sequential(nn.BatchNorm2d(8, momentum=None), nn.InstanceNorm2d(8), nn.SyncBatchNorm(8),

@@ -109,6 +109,8 @@ def test_other_names(name):
     (AccumulateStep, dict(batch_size=64), r'Did you mean `AccumulateStep\(n_samples=64\)`'),
     (AccumulateStep, dict(bs=8), r'`MicroBatch\(bs=8\)`'),
     (AccumulateStep, dict(exact=True), r'`MicroBatch\(exact=True\)`'),
+    (AccumulateStep, dict(num_steps=4), r'Did you mean `AccumulateStep\(n_step=4\)`'),
+    (MicroBatch, dict(exat=True), r'Did you mean `MicroBatch\(exact=True\)`'),
     (MicroBatch, dict(batch_size=8), r'Did you mean `MicroBatch\(bs=8\)`'),
     (MicroBatch, dict(n_steps=4), r'`AccumulateStep\(n_step=4\)`'),
     (AccumulateStep, dict(nonsense=1), "no argument 'nonsense'. The arguments are n_step, n_samples")])

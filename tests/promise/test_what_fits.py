@@ -155,7 +155,7 @@ def test_leaves_nothing_behind(error, tmp_path):
 
 def test_errors(monkeypatch):
     learn = learner()
-    for bad in 'much','8 apples',0,-5,True,math.inf,[8]:
+    for bad in 'much','8 apples','8',8,0,-5,True,math.inf,[8]:
         with pytest.raises(ValueError, match=f"budget must be .*, got {re.escape(repr(bad))}"): learn.what_fits(bad)
     with pytest.raises(ValueError, match="n_try must be an int of at least 1, got 0"): learn.what_fits(n_try=0)
     with pytest.raises(ValueError, match="yields no batch"): learner(dl_bs=64).what_fits()
