@@ -21,7 +21,10 @@ def loss_weight(
     pred, # Predictions, as the loss gets them
     *yb # Targets, as the loss gets them
 ): # A number, or a tensor with one element on the device of the targets
-    "What the mean of `loss_func` divides by: the number of samples, unless there is a rule for this type of loss"
+    """What the mean of `loss_func` divides by: the number of samples, unless there is a rule for this type of loss
+
+    Example: `@loss_weight.register(MyLoss)` before `def _(loss_func, pred, y): return (y>0).sum()` adds a rule.
+    https://fastai-accum.github.io/fastai_accum/loss.html"""
     f = _uncompiled(loss_func)
     return count_samples(yb, pred) if f is loss_func else loss_weight(f, pred, *yb)
 

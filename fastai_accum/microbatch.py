@@ -22,7 +22,11 @@ from .windows import batch_size,n_of
 
 # %% ../nbs/microbatch.ipynb #c720d328
 class MicroBatch(WindowCallback):
-    "Cut each batch into slices of `bs` samples; the training is the same as with the whole batch"
+    """Cut each batch into slices of `bs` samples; the training is the same as with the whole batch
+
+    Example: `Learner(dls, model, cbs=MicroBatch(16, exact=True))`. Without exact=True, batch norm and dropout see one
+    slice at a time. A wrong argument raises an error at once, a wrong learner or model when `fit` begins.
+    https://fastai-accum.github.io/fastai_accum/microbatch.html"""
     # `learn.micro_batch` is the method; `whole`, set by `fastai_accum.exact`, makes the runner of an exact epoch
     # `prove`, set by `fastai_accum.know.prove`, tries before the first step whether the training is the same
     name,cuts,whole,prove = 'micro_batches',True,None,None
@@ -56,7 +60,7 @@ def micro_batch(self:Learner,
     bs:int|str='auto', # Samples in a slice; `'auto'` finds the size
     **kwargs
 )->Learner:
-    "Add a `MicroBatch` to the learner; if it has one already, replace that"
+    "Add a `MicroBatch` in place of an earlier one; example: `learn.micro_batch(16, exact=True).fine_tune(3)`"
     cb = MicroBatch(bs, **kwargs)
     return self.remove_cbs(self.cbs.filter(risinstance(MicroBatch))).add_cb(cb)
 

@@ -51,8 +51,8 @@ def refuse_unknown(cls, kwargs):
     args = [o for o in inspect.signature(cls.__init__).parameters if o not in ('self','kwargs')]
     for k,v in kwargs.items():
         found = [o.split() for o,names in _meant.items() if k.lower().replace('_', '') in names.split()]
-        near = [] if found else [(cls.__name__,o) for o in get_close_matches(k, args, 1)]   # a slip of the keys
-        lines = [f'`{who}({name}={v!r})`' for who,name in sorted([*found,*near], key=lambda o: o[0]!=cls.__name__)]
+        found = found or [(cls.__name__,o) for o in get_close_matches(k, args, 1)]   # a slip of the keys
+        lines = [f'`{who}({name}={v!r})`' for who,name in sorted(found, key=lambda o: o[0]!=cls.__name__)]
         hint = f"Did you mean {' or '.join(lines)}? " if lines else ''
         raise TypeError(f"{cls.__name__}: there is no argument {k!r}. {hint}The arguments are {', '.join(args)}")
 

@@ -48,7 +48,11 @@ def to_group_norm(
     model:nn.Module, # Changed in place
     groups:int=32 # Largest number of groups in a layer; there are fewer if a group would have under 8 channels
 )->nn.Module: # `model`, or the group norm if `model` itself is a batch norm
-    "Replace each batch norm of `model` by a group norm with the same parameters (Wu and He, 2018, equation 7)"
+    """Replace each batch norm of `model` by a group norm with the same parameters (Wu and He, 2018, equation 7)
+
+    Example: `to_group_norm(learn.model)`, before the first fit. Group norm sees one sample at a time, so slices change
+    nothing. A pretrained model has to be trained again. A batch norm without such a group norm raises a ValueError.
+    https://fastai-accum.github.io/fastai_accum/extras/batchnorm.html"""
     if not isinstance(model, nn.Module):
         got = type(model).__name__
         raise ValueError(f"to_group_norm: model must be an nn.Module, such as `learn.model`, got {got}")
@@ -64,7 +68,10 @@ def to_group_norm(
 
 # %% ../../nbs/extras/batchnorm.ipynb #c10dd462
 class BatchNormEval(Callback):
-    "Keep the batch norms of the model in evaluation mode while it trains: they use their running statistics"
+    """Keep the batch norms of the model in evaluation mode while it trains: they use their running statistics
+
+    Example: `vision_learner(dls, resnet34, cbs=[AccumulateStep(4), BatchNormEval()])`, for a pretrained body.
+    https://fastai-accum.github.io/fastai_accum/extras/batchnorm.html"""
     knows_batch_norm = True   # no note about batch norm is needed
     def before_train(self):
         "Put the batch norms into evaluation mode, after `TrainEvalCallback` has put the model into training mode"

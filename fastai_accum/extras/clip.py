@@ -25,7 +25,10 @@ def clip_grad_adaptive_(
     clip_factor:float=0.01, # λ: the largest allowed ratio of the norm of a unit's gradient to that of its weights
     eps:float=1e-3 # ε: the norm of a unit's weights counts as at least this, so that weights of zero can move
 ):
-    "Scale down, in place, the gradient of each unit that is too large for its weights (Brock et al., 2021, equation 3)"
+    """Scale down, in place, the gradient of units that is too large for their weights (Brock et al., 2021, equation 3)
+
+    Example: `clip_grad_adaptive_(model.parameters(), 0.01)` between `loss.backward()` and `opt.step()`.
+    https://fastai-accum.github.io/fastai_accum/extras/clip.html"""
     for p in params:
         if p.grad is None: continue
         most = unitwise_norm(p).clamp(min=eps)*clip_factor

@@ -34,7 +34,10 @@ def noise_scale(self:Learner,
     num_it:int=100, # Number of windows
     show_plot:bool=True # Whether to plot the estimate over the number of windows
 )->Noise: # The estimate, with the suggested `n_step`, and with `preconditioned` if an Adam-like optimizer has stepped
-    "Measure the gradient noise scale in a mock training that changes nothing, and suggest an `n_step`"
+    """Measure the gradient noise scale in a mock training that changes nothing, and suggest an `n_step`
+
+    Example: `learn.noise_scale()`. The scale is in samples: a larger batch than this no longer saves many steps.
+    https://fastai-accum.github.io/fastai_accum/know/noise.html"""
     now,cb = _settings(self),NoiseScale(preconditioned=True)
     _check_least('noise_scale', 'n_step', n_step, 1 if self.cbs.filter(risinstance(MicroBatch)) else 2)
     _check_least('noise_scale', 'num_it', num_it, 2)
@@ -100,7 +103,10 @@ def ratio_interval(
 
 # %% ../../nbs/know/noise.ipynb #2c81cd61
 class NoiseScale(Callback):
-    "Record the gradient noise scale in each window of a fit; needs an `AccumulateStep`"
+    """Record the gradient noise scale in each window of a fit; needs an `AccumulateStep`
+
+    Example: `cbs=[AccumulateStep(4), NoiseScale()]`, then `learn.gradient_noise.plot()`. The scale is in samples.
+    https://fastai-accum.github.io/fastai_accum/know/noise.html"""
     # The order: gradients are complete, and mixed precision and clipping have not changed them yet
     name,order,run_valid = 'gradient_noise',-1000,False
     knows_batch_norm = True   # it warns itself
@@ -184,7 +190,10 @@ def try_windows(self:Learner,
     lr:float|None=None, # First branch's learning rate (`None`: `learn.lr`); with k times the window, √k times this
     show_plot:bool=True # Whether to plot the training loss over the samples
 )->pd.DataFrame: # A row for each branch, with the validation at its end
-    "Train one branch from here for each `n_step`, on the same samples; the learner stays as it was"
+    """Train one branch from here for each `n_step`, on the same samples; the learner stays as it was
+
+    Example: `learn.try_windows((2,4,8))`. It takes the time of an epoch for each `n_step`.
+    https://fastai-accum.github.io/fastai_accum/know/noise.html"""
     n_steps,lr = list(L(n_step)),self.lr if lr is None else lr
     for n in n_steps or [None]: _check_least('try_windows', 'n_step', n, 1)
     _check_least('try_windows', 'n_epoch', n_epoch, 1)

@@ -399,7 +399,11 @@ def what_fits(self:Learner,
     budget:int|str|None=None, # Memory that a step may take: bytes, or `'8GB'`; `None` takes what is free on a GPU
     n_try:int=2 # Steps to measure in each way, after one that warms up
 )->Fits: # The result, which a notebook shows as a table
-    "Try the ways to train in less memory for a few steps each, change nothing, and suggest one of them"
+    """Try the ways to train in less memory for a few steps each, change nothing, and suggest one of them
+
+    Example: `learn.what_fits('8GB')`, or `learn.what_fits()` on a GPU; then write the line that it suggests.
+    It needs PyTorch 2.4, one process, and a loader with a batch. A way that is refused is left out, with the reason.
+    https://fastai-accum.github.io/fastai_accum/know/what_fits.html"""
     n_try,budget = check_count('what_fits', 'n_try', n_try),None if budget is None else n_bytes(budget)
     if num_distrib()>1: raise RuntimeError("what_fits: call it in one process, before the others start")
     if not self.dls or not len(getattr(self.dls, 'loaders', [1])):

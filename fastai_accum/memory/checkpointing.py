@@ -20,7 +20,11 @@ from ..held import ModelState,accelerators
 
 # %% ../../nbs/memory/checkpointing.ipynb #15266904
 class GradientCheckpointing(Callback):
-    "Compute the blocks of the model again in the backward pass, instead of keeping their activations"
+    """Compute the blocks of the model again in the backward pass, instead of keeping their activations
+
+    Example: `cbs=GradientCheckpointing()` takes the repeated blocks of the model. The training is the same bit for bit,
+    and takes longer. A block that does not do the same twice is refused before the first step.
+    https://fastai-accum.github.io/fastai_accum/memory/checkpointing.html"""
     name,order = 'checkpointing',-100   # `learn.gradient_checkpointing` is the method
     prove = None   # set by `fastai_accum.know.prove`, tries the recomputation before the first step
     def __init__(self,
@@ -43,7 +47,7 @@ def _short(o): return f'{type(o).__name__}' if isinstance(o, nn.Module) else f'{
 def gradient_checkpointing(self:Learner,
     blocks:Callable|list|None=None # A list of modules, or `module -> bool`; `None` finds them
 )->Learner:
-    "Add a `GradientCheckpointing` to the learner; if it has one already, replace that"
+    "Add a `GradientCheckpointing` in place of an earlier one; example: `learn.gradient_checkpointing().fit(3)`"
     cb = GradientCheckpointing(blocks)
     return self.remove_cbs(self.cbs.filter(lambda o: isinstance(o, GradientCheckpointing))).add_cb(cb)
 
