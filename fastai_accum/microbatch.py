@@ -130,8 +130,10 @@ def after_pred(self:MicroBatch):
 def around_batches(self:MicroBatch, learn):
     "For an epoch: choose how the slices run when they show the whole batch, which validation does too"
     self.way = self.whole(self) if self.exact else twice
-    if learn.training or not self.valid: yield; return
-    with processes(learn.model).silent(),self.sliced(learn): yield
+    try:
+        if learn.training or not self.valid: yield; return
+        with processes(learn.model).silent(),self.sliced(learn): yield
+    finally: learn.loss_grad = None   # its graph leads to the model; if that leads to the learner, nothing is freed
 
 @patch
 @contextmanager
