@@ -1,4 +1,4 @@
-"""`MicroBatch` cuts each batch into slices that fit in memory, and the training stays the same
+"""Cut each batch into slices that fit in memory, and train as with the whole batch
 
 Docs: https://fastai-accum.github.io/fastai_accum/microbatch.html.md"""
 
