@@ -24,8 +24,7 @@ from .windows import batch_size,n_of
 class MicroBatch(WindowCallback):
     """Cut each batch into slices of `bs` samples; the training is the same as with the whole batch
 
-    Example: `Learner(dls, model, cbs=MicroBatch(16, exact=True))`. Without exact=True, batch norm and dropout see one
-    slice at a time. A wrong argument raises an error at once, a wrong learner or model when `fit` begins.
+    Example: `cbs=MicroBatch(16, exact=True)`. Without exact, batch norm and dropout see one slice. Errors come at once.
     https://fastai-accum.github.io/fastai_accum/microbatch.html"""
     # `learn.micro_batch` is the method; `whole`, set by `fastai_accum.exact`, makes the runner of an exact epoch
     # `prove`, set by `fastai_accum.know.prove`, tries before the first step whether the training is the same
