@@ -124,7 +124,7 @@ class Hidden:
         self.new.append([m.hidden for m in self.ms])
         if i+bs==n: self.set([(tree_map(lambda *hs: torch.cat(hs, dim=1), *hs),n) for hs in zip(*self.new)])
 
-# %% ../nbs/held.ipynb #eaa71d72
+# %% ../nbs/held.ipynb #afa468b5
 def _buffers(model): return [(m._buffers,k) for m in model.modules() for k,b in m._buffers.items() if b is not None]
 
 class ModelState:
@@ -135,6 +135,8 @@ class ModelState:
         self.objects = held(self.model) if objects is None else objects
         self.held,self.places = Held(self.objects),_buffers(self.model) if buffers is None else buffers
         self.buffers = {id(bs[k]):(bs[k],bs[k].clone()) for bs,k in self.places}
+
+    def now(self): return ModelState(self.model, self.objects, self.places, self.random.devices)
 
     def restore(self):
         self.held.restore()

@@ -7,48 +7,43 @@ Docs: https://fastai-accum.github.io/fastai_accum/exact/draws.html.md"""
 # %% auto #0
 __all__ = ['aten', 'Differs', 'Draw', 'Draws', 'running', 'batch_dims', 'Deck', 'Dealt']
 
-# %% ../../nbs/exact/draws.ipynb #5179c758
-from contextlib import contextmanager
+# %% ../../nbs/exact/draws.ipynb #22edc80c
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import zip_longest
 from fastai.basics import *
-from torch.nn.modules.module import register_module_forward_hook,register_module_forward_pre_hook
 from torch.utils._pytree import tree_flatten,tree_unflatten
 from torch.utils._python_dispatch import TorchDispatchMode
 from ..held import generator_of
 
-# %% ../../nbs/exact/draws.ipynb #4692306b
+# %% ../../nbs/exact/draws.ipynb #70c68a96
 class Differs(RuntimeError): "The model no longer does what it did before"
 
 @dataclass
 class Draw:
     "An operation that has drawn random numbers"
     func:Any       # PyTorch's operation
-    sizes:list     # The shapes of its tensors and its numbers, with the results; `None` for other arguments
+    sizes:list     # The shapes of its tensors and its whole numbers, with the results; `None` for other arguments
     strides:list   # The strides of each tensor
     where:str      # The module that called it
-    moved:bool     # Whether the generator has moved; attention without dropout does not move it
+    inside:Any     # The function of PyTorch that called it, such as `F.dropout`
 
 @lru_cache(None)
 def _is_seeded(func): return torch.Tag.nondeterministic_seeded in func.tags
 
-def _size(o):
-    if isinstance(o, Tensor): return tuple(o.shape)
-    return o if isinstance(o, int) and not isinstance(o, bool) else None
+def _size(o): return tuple(o.shape) if isinstance(o, Tensor) else (o,) if type(o) is int else None
 
-# %% ../../nbs/exact/draws.ipynb #a6bf9bd8
-def _flat(args, kwargs): return [x for o in (*args,*kwargs.values()) for x in (o if isinstance(o, list) else (o,))]
-
-def _generator(args, kwargs):
+def _generator(given, kwargs):
     "The generator that an operation draws from"
-    t = first(o for o in args if isinstance(o, Tensor))
+    t = first(o for o in given if isinstance(o, Tensor))
     return kwargs.get('generator') or generator_of(kwargs.get('device') or (t.device if t is not None else 'cpu'))
 
-# %% ../../nbs/exact/draws.ipynb #ac5bcce6
+# %% ../../nbs/exact/draws.ipynb #f24ccb59
 class Draws(TorchDispatchMode):
     "A context that notes in `draws` what is drawn; at its end, the generators go back"
     def __init__(self,
-        where:Callable=lambda: '' # Returns the name of the module that is running
+        where:Callable=lambda: ('',None) # Returns the name of the module and the function that are running
     ):
         super().__init__()
         self.where,self.draws = where,[]
@@ -61,30 +56,27 @@ class Draws(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if not _is_seeded(func): return func(*args, **kwargs)
-        g = _generator(_flat(args, kwargs), kwargs)
+        given = tree_flatten((args,kwargs))[0]
+        g = _generator(given, kwargs)
         before,out = g.get_state(),func(*args, **kwargs)
+        if torch.equal(before, g.get_state()): return out   # such as attention without dropout
         self.states.setdefault(g, before)
-        found = [*_flat(args, kwargs), *tree_flatten(out)[0]]
-        moved = not torch.equal(before, g.get_state())
+        found = given+tree_flatten(out)[0]
         strides = [o.stride() if isinstance(o, Tensor) else () for o in found]
-        self.draws.append(Draw(func, [_size(o) for o in found], strides, self.where(), moved))
+        self.draws.append(Draw(func, [_size(o) for o in found], strides, *self.where()))
         return out
 
-# %% ../../nbs/exact/draws.ipynb #ac5bcce7
-@contextmanager
+# %% ../../nbs/exact/draws.ipynb #4f5b9e33
 def running(model):
-    "A function that returns the name of the module of `model` that is running"
-    names,ms = {m:k for k,m in model.named_modules() if k},[]
-    def where():
-        m = first(m for m in reversed(ms) if m in names)
-        return f"the {type(m).__name__} {names[m]!r}" if m is not None else ''
-    def end(*_): ms.pop()
-    hooks = register_module_forward_pre_hook(lambda m,_: ms.append(m)),register_module_forward_hook(end)
-    try: yield where
-    finally:
-        for h in hooks: h.remove()
+    "The name of the module of `model` that is running"
+    names,f = {id(m):k for k,m in model.named_modules() if k},sys._getframe()
+    while f:
+        m = f.f_locals.get('self')
+        if id(m) in names: return f'the {type(m).__name__} {names[id(m)]!r}'
+        f = f.f_back
+    return ''
 
-# %% ../../nbs/exact/draws.ipynb #52390824
+# %% ../../nbs/exact/draws.ipynb #d44d5404
 aten = torch.ops.aten
 _by_values = {aten.bernoulli.default, aten.bernoulli_.Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor,
               aten.normal.Tensor_Tensor}   # what they draw depends on the values of their arguments
@@ -92,8 +84,6 @@ _known = set('bernoulli bernoulli_ rand randn randint rand_like randn_like randi
              'normal_ exponential_ geometric_ log_normal_ cauchy_ random_ native_dropout'.split())
 # of these, each element takes the same share of the generator, whatever the others are
 
-_instead = ("If this is a text_classifier_learner, give it a seq_len as long as your longest text; otherwise leave "
-            "exact out, or take GradientCheckpointing() instead of MicroBatch")
 def _name(func): return func._schema.name.split('::')[1]
 @lru_cache(None)
 def _is_known(func): return _name(func) in _known and not func._overloadname.endswith('out')
@@ -101,19 +91,18 @@ def _is_known(func): return _name(func) in _known and not func._overloadname.end
 def _batch_dim(x, y, n, m):
     "The dimension of the samples in the sizes `x` and `y`, and the rows of a sample there; `None` if they are equal"
     if x==y: return None
-    if isinstance(x, int) and isinstance(y, int): x,y = (x,),(y,)
-    if isinstance(x, tuple) and isinstance(y, tuple) and len(x)==len(y):
-        ds = [d for d in range(len(x)) if x[d]!=y[d]]
-        if len(ds)==1 and x[ds[0]]%n==0 and x[ds[0]]//n*m==y[ds[0]]: return ds[0],x[ds[0]]//n
-    raise ValueError
+    ds = [d for d,(s,t) in enumerate(zip(x, y, strict=True)) if s!=t]
+    if len(ds)!=1 or x[ds[0]]*m!=y[ds[0]]*n: raise ValueError
+    return ds[0],y[ds[0]]//m
 
-def _dims(x, y, n, m):
-    "For each size of the draws `x` and `y`: where the samples are, and which strides grow with them"
-    for s,t,us,vs in zip(x.sizes, y.sizes, x.strides, y.strides, strict=True):
-        dim = _batch_dim(s, t, n, m)
-        yield dim,dim and [_batch_dim(u, v, n, m) if l>1 else None for l,u,v in zip(s, us, vs)] if us else None
+# %% ../../nbs/exact/draws.ipynb #63225203
+_instead = ("If this is a text_classifier_learner, give it a seq_len as long as your longest text; otherwise leave "
+            "exact out, or take GradientCheckpointing() instead of MicroBatch")
 
-# %% ../../nbs/exact/draws.ipynb #52390825
+def _refuse(draw, why):
+    raise ValueError(f"MicroBatch: exact=True is not possible: {draw.where or 'the model'} draws with "
+                     f"{_name(draw.func)}. {why}") from None
+
 def batch_dims(
     a:list, # The draws of `n` samples
     b:list, # The draws of `m` samples
@@ -121,28 +110,20 @@ def batch_dims(
     m:int # The samples in the second run
 )->list: # Each draw of `b`, with the place of the samples in each of its sizes
     "Find where the draws have the samples"
-    if [o.func for o in a]!=[o.func for o in b]:
-        raise ValueError("MicroBatch: exact=True is not possible: "
-            "the model does not draw the same random numbers for "
-            f"{n} samples ({len(a)} draws) and for {m} ({len(b)} draws); leave exact out")
     res = []
-    for x,y in zip(a, b):
-        if not x.moved and not y.moved: res.append((y,None)); continue
-        where = f"{y.where or 'the model'} draws with {_name(y.func)}"
-        try: dims = list(_dims(x, y, n, m))
-        except ValueError:
-            raise ValueError("MicroBatch: exact=True is not possible: "
-                f"{where}. Its sizes, {x.sizes} for {n} samples and {y.sizes} for {m}, "
-                "do not show which dimension has the samples. "
-                f"Draw a row for each sample. {_instead}") from None
-        if any(d for d,_ in dims) and not _is_known(y.func):
-            raise ValueError("MicroBatch: exact=True is not possible: "
-                f"{where}. We don't know how to give a slice its part of "
-                "what this operation draws for the batch. Set its probability to 0, or leave exact out")
+    for x,y in zip_longest(a, b):
+        if not x or not y or x.func!=y.func: _refuse(y or x, f"{n} samples draw something else than {m}. {_instead}")
+        try: dims = [_batch_dim(s, t, n, m) for s,t in zip(x.sizes, y.sizes, strict=True)]
+        except (TypeError,ValueError):
+            _refuse(y, f"Its sizes, {x.sizes} for {n} samples and {y.sizes} for {m}, do not show which dimension has "
+                       f"the samples. Draw a row for each sample. {_instead}")
+        if any(dims) and not _is_known(y.func):
+            _refuse(y, "We don't know how to give a slice its part of what this operation draws for the batch. "
+                       "Set its probability to 0, or leave exact out")
         res.append((y,dims))
     return res
 
-# %% ../../nbs/exact/draws.ipynb #6b1c2acc
+# %% ../../nbs/exact/draws.ipynb #d0fa215e
 class Deck:
     "What a batch of `total` samples draws, after the `plan` that `batch_dims` has made"
     def __init__(self, plan, total):
@@ -160,73 +141,69 @@ class Dealt(TorchDispatchMode):
 
     def end(self):
         "The slice must have drawn all"
-        if self.at<len(self.deck.plan): self._differs('nothing more', self.deck.plan[self.at][0])
+        if self.at<len(self.deck.plan): self._differs('nothing more')
 
-    def _differs(self, now, draw):
+    def _differs(self, now):
+        draw = first(o for o,_ in self.deck.plan[self.at:])
         before = f'with {_name(draw.func)} {draw.sizes}' if draw else 'nothing'
         raise Differs(f"MicroBatch: exact=True is not possible: the model draws {now}, although it drew {before} for "
                       f"the first samples of this batch; what it draws must not depend on the samples. {_instead}")
 
-    def _odd(self, o, size, dim):
-        "Whether the size of `o` is not what a slice should have"
-        if dim[0] is None: return isinstance(o, Tensor) and tuple(o.shape)!=size
-        d,c = dim[0]
-        return _size(o)!=(c*self.n if isinstance(size, int) else (*size[:d], c*self.n, *size[d+1:]))
-
-@patch   # PyTorch would wrap it in the class, which makes it slower
-def __torch_dispatch__(self:Dealt, func, types, args=(), kwargs=None):
-    kwargs = kwargs or {}
-    if not _is_seeded(func): return func(*args, **kwargs)
-    j,given = self.at,_flat(args, kwargs)
-    draw,dims = self.deck.plan[j] if j<len(self.deck.plan) else (None,())
-    self.at += 1
-    g,is_same = _generator(given, kwargs),draw is not None and draw.func is func
-    if is_same and dims is None:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not _is_seeded(func): return func(*args, **kwargs)
+        given,spec = tree_flatten((args,kwargs))
+        g = _generator(given, kwargs)
+        if self._is_next(func, given): return self._deal(func, given, spec, g)
         before,out = g.get_state(),func(*args, **kwargs)
         if torch.equal(before, g.get_state()): return out
-    elif is_same and not any(self._odd(*o) for o in zip(given, draw.sizes, dims)):
-        return self._deal(j, func, given, g, args, kwargs)
-    self._differs(f'with {_name(func)} {[_size(o) for o in given]}', draw)
+        g.set_state(before)
+        self._differs(f'with {_name(func)} {[_size(o) for o in given]}')
 
-# %% ../../nbs/exact/draws.ipynb #6b1c2acd
+# %% ../../nbs/exact/draws.ipynb #072e69fd
+def _sized(size, dim, n): return (*size[:dim[0]], dim[1]*n, *size[dim[0]+1:]) if dim else size   # for `n` samples
+
 @patch
-def _deal(self:Dealt, j, func, given, g, args, kwargs):
-    "The rows of the slice in draw `j`, which is made now if no slice has made it"
-    (draw,dims),drawn = self.deck.plan[j],self.deck.drawn
+def _is_next(self:Dealt, func, given):
+    "Whether the plan goes on with `func`, and with arguments of these sizes"
+    if self.at==len(self.deck.plan) or self.deck.plan[self.at][0].func is not func: return False
+    draw,dims = self.deck.plan[self.at]
+    sizes = [(o,_sized(*s, self.n)) for o,*s in zip(given, draw.sizes, dims) if s[1] or isinstance(o, Tensor)]
+    return all(_size(o)==size for o,size in sizes)
+
+# %% ../../nbs/exact/draws.ipynb #75765442
+@patch
+def _deal(self:Dealt, func, given, spec, g):
+    "The rows of the slice in the next draw, which is made now if no slice has made it"
+    (draw,dims),drawn,j = self.deck.plan[self.at],self.deck.drawn,self.at
     is_new,keeps,drops = j not in drawn,_is_known(func) and func not in _by_values,func is aten.native_dropout.default
+    self.at += 1
     if is_new or not keeps:
-        before = g.get_state()
+        was = g.get_state()
         if not is_new: g.set_state(drawn[j])
-        big = [self._grow(*o, keeps) for o in zip(given, dims, draw.strides)]
-        if drops: big[0] = torch.ones_like(big[0])
-        a,kw = tree_unflatten(big, tree_flatten((args,kwargs))[1])
-        out = func(*a, **kw)
-        outs = tree_flatten(out)[0]
-        if drops: outs[0] = outs[0].max()   # by what the mask is multiplied
-        if is_new: drawn[j],self.deck.ends[g] = [o.cpu() for o in outs] if keeps else before,g.get_state()
-        else: g.set_state(before)
-    if not keeps and not any(d for d,_ in dims): return out   # the same for all slices
-    rows = [self._rows(o, d) for o,(d,_) in zip(drawn[j] if keeps else outs, dims[len(given):])]
-    rows = [o.to(g.device, copy=not drops) for o in rows]
-    if drops: return given[0].mul(rows[1]).mul_(rows[0]),rows[1]
-    return given[0].copy_(rows[0]) if _name(func).endswith('_') else rows[0]   # some fill their argument
-
-# %% ../../nbs/exact/draws.ipynb #6b1c2ace
-@patch
-def _grow(self:Dealt, o, dims, strides, keeps):
-    "`o` in the size that it has for the whole batch; with the rows of the slice, unless their values do not matter"
-    dim,grows = dims
-    if dim is None: return o.clone() if keeps and isinstance(o, Tensor) else o   # some operations fill it
-    (d,c),total = dim,self.deck.total
-    if not isinstance(o, Tensor): return c*total
-    shape = [c*total if k==d else s for k,s in enumerate(o.shape)]
-    strides = [s if e is None else e[1]*total for s,e in zip(strides, grows)]
-    if 0 in strides and not keeps: res = o.new_empty(shape)   # an expanded tensor cannot be filled
-    else: res = torch.empty_strided(shape, strides, dtype=o.dtype, device=o.device)
-    if not keeps: res.zero_().narrow(d, c*self.i, c*self.n).copy_(o)
-    return res
+        args,kwargs = tree_unflatten([self._grow(*o, keeps) for o in zip(given, draw.sizes, draw.strides, dims)], spec)
+        out = func(*args, **kwargs)
+        if is_new: drawn[j],self.deck.ends[g] = tree_flatten(out)[0][-1].cpu() if keeps else was,g.get_state()
+        else: g.set_state(was)
+    if not keeps and not any(dims): return out   # the same for all slices
+    rows = self._rows(drawn[j] if keeps else out, dims[-1]).to(g.device, copy=True)
+    if drops: return given[0].mul(rows).mul_(1/(1-given[1]) if given[1]<1 else 0.),rows
+    return given[0].copy_(rows) if _name(func).endswith('_') else rows   # some fill their argument
 
 @patch
 def _rows(self:Dealt, o, dim):
     "The rows of the slice in `o`"
-    return o if dim is None or not o.ndim else o.narrow(dim[0], dim[1]*self.i, dim[1]*self.n)
+    return o.narrow(dim[0], dim[1]*self.i, dim[1]*self.n) if dim else o
+
+# %% ../../nbs/exact/draws.ipynb #fd4aeb8d
+@patch
+def _grow(self:Dealt, o, size, strides, dim, keeps):
+    "`o` in the size that it has for the whole batch; with the rows of the slice, unless their values do not matter"
+    if dim is None: return o.clone() if keeps and isinstance(o, Tensor) else o   # some operations fill it
+    d,shape = dim[0],_sized(size, dim, self.deck.total)
+    if not isinstance(o, Tensor): return shape[0]
+    strides = [s*shape[d]//size[d] if s>strides[d]>0 else s for s in strides]
+    if 0 in strides: res = o.new_empty(shape)   # an expanded tensor cannot be filled
+    else: res = torch.empty_strided(shape, strides, dtype=o.dtype, device=o.device)
+    if not keeps: self._rows(res.zero_(), dim).copy_(o)
+    return res
