@@ -212,7 +212,7 @@ def look(self:Trials):
     with self.ready(),_warnings():
         try:
             with AtNorms(note),draws: run(preds)
-            self.norms,self.draws = len(norms),sum(o.moved for o in draws.draws)
+            self.norms,self.draws = len(norms),len(draws.draws)
             self.is_mean = is_mean(loss_func, preds.found, getattr(in_charge(self.learn), 'weight', None))
             if not (norms or self.draws): run(Meter(0), coupled=True)
         except ValueError: self.compares = True
