@@ -3,6 +3,7 @@
     python benchmarks/wholebatch.py            # print the tables, about 12 minutes on two cores
     python benchmarks/wholebatch.py --save     # and write them to benchmarks/results/wholebatch.json, which the docs show
     python benchmarks/wholebatch.py --pairs 2 --quick   # ResNet-50 at 64 pixels only
+    python benchmarks/wholebatch.py --pairs 9 --dropout --save   # only small transformers with dropout, to benchmarks/results/dropout.json
 
 Memory is the peak of what a training step allocates. Every allocation is counted; gradients are allocated before the step and so do not count.
 What `exact` and `OffloadActivations` copy to the host is counted separately, in the column "on the host". Without a GPU, `apart` in common.py lets them
@@ -93,10 +94,18 @@ def dropout(w, pairs):
     t,pm = paired(partial(clock, partial(exact.fit, 1)), partial(clock, partial(plain.fit, 1)), pairs)
     return dict(width=w, time=t, pm=pm)
 
+def widths(pairs, keep):
+    rows = [dropout(w, pairs) for w in (32,64,128)]
+    print('\nexact with dropout, without batch norm: 16 texts as 4 × 4; times of plain slices\n')
+    print(table([(f"exact with dropout, width {r['width']}", f"{r['time']:.2f} ± {r['pm']:.2f}") for r in rows], ['model','time']))
+    if keep: save('dropout', pairs=pairs, rows=rows)
+
 if __name__=='__main__':
-    p = argparse.ArgumentParser(); p.add_argument('--pairs', type=int, default=3); p.add_argument('--save', action='store_true'); p.add_argument('--quick', action='store_true')
+    p = argparse.ArgumentParser(); p.add_argument('--pairs', type=int, default=3); p.add_argument('--save', action='store_true'); p.add_argument('--quick', action='store_true'); p.add_argument('--dropout', action='store_true')
     args = p.parse_args()
     print(machine())
+    widths(args.pairs, args.save)
+    if args.dropout: raise SystemExit
     rows,steps = [],[]
     for net,px in [('ResNet-50',64)] if args.quick else [(net,px) for net in nets for px in (32,64)]:
         large,_ = memory(net, px, 'the large batch')
@@ -109,7 +118,4 @@ if __name__=='__main__':
                 ['model','pixels','large batch','way','memory','on the host','time']))
     print('\nMemory by the number of slices\n')
     print(table([(s['net'], s['way'], s['slices'], f"{s['memory']:.3f}") for s in steps], ['model','way','slices','memory']))
-    widths = [dropout(w, args.pairs) for w in (32,64,128)]
-    print('\nexact with dropout, without batch norm: 16 texts as 4 × 4; times of plain slices\n')
-    print(table([(f"exact with dropout, width {r['width']}", f"{r['time']:.2f} ± {r['pm']:.2f}") for r in widths], ['model','time']))
-    if args.save: save('wholebatch', widths=widths, batch=BS, slice=8, pairs=args.pairs, rows=rows, slopes=steps)
+    if args.save: save('wholebatch', batch=BS, slice=8, pairs=args.pairs, rows=rows, slopes=steps)

@@ -16,7 +16,7 @@ from .slices import leaves,tree_map,versions
 
 # %% ../nbs/wholebatch.ipynb #ccfbae69
 def one_by_one(state, forward, parts, sizes, around=lambda k: nullcontext()):
-    "The predictions for each slice, run in `around(k)` from `state`; in training, the backward pass computes them again"
+    "The predictions for each slice, run in `around(k)` from `state`; in training, the backward pass runs it again"
     hidden,turns,preds = Hidden(state.model),Turns(state, len(parts)),[]
     for k,part in enumerate(parts):
         def run(*xs, k=k):

@@ -34,6 +34,8 @@ def _is_seeded(func): return torch.Tag.nondeterministic_seeded in func.tags
 
 def _size(o): return tuple(o.shape) if isinstance(o, Tensor) else (o,) if type(o) is int else None
 
+def _flat(args, kwargs): return [x for o in (*args,*kwargs.values()) for x in (o if isinstance(o, list) else (o,))]
+
 def _generator(given, kwargs):
     "The generator that an operation draws from"
     t = first(o for o in given if isinstance(o, Tensor))
@@ -56,7 +58,7 @@ class Draws(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if not _is_seeded(func): return func(*args, **kwargs)
-        given = tree_flatten((args,kwargs))[0]
+        given = _flat(args, kwargs)
         g = _generator(given, kwargs)
         before,out = g.get_state(),func(*args, **kwargs)
         if torch.equal(before, g.get_state()): return out   # such as attention without dropout
@@ -149,16 +151,17 @@ class Dealt(TorchDispatchMode):
         raise Differs(f"MicroBatch: exact=True is not possible: the model draws {now}, although it drew {before} for "
                       f"the first samples of this batch; what it draws must not depend on the samples. {_instead}")
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if not _is_seeded(func): return func(*args, **kwargs)
-        given,spec = tree_flatten((args,kwargs))
-        g = _generator(given, kwargs)
-        if self._is_next(func, given): return self._deal(func, given, spec, g)
-        before,out = g.get_state(),func(*args, **kwargs)
-        if torch.equal(before, g.get_state()): return out
-        g.set_state(before)
-        self._differs(f'with {_name(func)} {[_size(o) for o in given]}')
+@patch   # PyTorch would wrap it in the class, which makes it slower
+def __torch_dispatch__(self:Dealt, func, types, args=(), kwargs=None):
+    kwargs = kwargs or {}
+    if not _is_seeded(func): return func(*args, **kwargs)
+    given = _flat(args, kwargs)
+    g = _generator(given, kwargs)
+    if self._is_next(func, given): return self._deal(func, given, g, args, kwargs)
+    before,out = g.get_state(),func(*args, **kwargs)
+    if torch.equal(before, g.get_state()): return out
+    g.set_state(before)
+    self._differs(f'with {_name(func)} {[_size(o) for o in given]}')
 
 # %% ../../nbs/exact/draws.ipynb #072e69fd
 def _sized(size, dim, n): return (*size[:dim[0]], dim[1]*n, *size[dim[0]+1:]) if dim else size   # for `n` samples
@@ -171,9 +174,9 @@ def _is_next(self:Dealt, func, given):
     sizes = [(o,_sized(*s, self.n)) for o,*s in zip(given, draw.sizes, dims) if s[1] or isinstance(o, Tensor)]
     return all(_size(o)==size for o,size in sizes)
 
-# %% ../../nbs/exact/draws.ipynb #75765442
+# %% ../../nbs/exact/draws.ipynb #e3f078c8
 @patch
-def _deal(self:Dealt, func, given, spec, g):
+def _deal(self:Dealt, func, given, g, args, kwargs):
     "The rows of the slice in the next draw, which is made now if no slice has made it"
     (draw,dims),drawn,j = self.deck.plan[self.at],self.deck.drawn,self.at
     is_new,keeps,drops = j not in drawn,_is_known(func) and func not in _by_values,func is aten.native_dropout.default
@@ -181,8 +184,9 @@ def _deal(self:Dealt, func, given, spec, g):
     if is_new or not keeps:
         was = g.get_state()
         if not is_new: g.set_state(drawn[j])
-        args,kwargs = tree_unflatten([self._grow(*o, keeps) for o in zip(given, draw.sizes, draw.strides, dims)], spec)
-        out = func(*args, **kwargs)
+        big = [self._grow(*o, keeps) for o in zip(given, draw.sizes, draw.strides, dims)]
+        a,kw = tree_unflatten(big, tree_flatten((args,kwargs))[1])
+        out = func(*a, **kw)
         if is_new: drawn[j],self.deck.ends[g] = tree_flatten(out)[0][-1].cpu() if keeps else was,g.get_state()
         else: g.set_state(was)
     if not keeps and not any(dims): return out   # the same for all slices

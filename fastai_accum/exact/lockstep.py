@@ -13,6 +13,7 @@ from contextlib import ExitStack,contextmanager
 from contextvars import copy_context
 from itertools import chain
 from queue import SimpleQueue
+from types import FunctionType
 from fastai.basics import *
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -198,6 +199,10 @@ class _Leave(Function):
 def _builtin(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled): pass
 _signatures = {F.batch_norm:inspect.signature(F.batch_norm), torch.batch_norm:inspect.signature(_builtin)}
 
+# attention by its parts: a mode would see it as one function, since it asks whether a mode is on
+_attention = FunctionType(F.multi_head_attention_forward.__code__, {**vars(F), 'has_torch_function':lambda _: False},
+                          argdefs=F.multi_head_attention_forward.__defaults__)
+
 class AtNorms(TorchFunctionMode):
     "Call `norm(args, f)` in the place of each batch norm in training, which is `f()`; `mode` is on where it is needed"
     def __init__(self, norm, mode=None, inside=()): # `inside`: in these functions, and in those that get a generator
@@ -209,6 +214,8 @@ class AtNorms(TorchFunctionMode):
         def run(): return func(*args, **kwargs)
         if self.mode and (func in self.inside or kwargs.get('generator')):
             with self.mode: return run()
+        if func is F.multi_head_attention_forward:
+            with self: return _attention(*args, **kwargs)
         if func not in _signatures: return run()
         bound = _signatures[func].bind(*args, **kwargs)
         bound.apply_defaults()
