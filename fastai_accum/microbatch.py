@@ -8,7 +8,6 @@ Docs: https://fastai-accum.github.io/fastai_accum/microbatch.html.md"""
 __all__ = ['MicroBatch']
 
 # %% ../nbs/microbatch.ipynb #ae158ef2
-from contextlib import contextmanager
 from fastai.basics import *
 from .core import WindowCallback,clear_gradients
 from .processes import processes

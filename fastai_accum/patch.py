@@ -8,7 +8,6 @@ Docs: https://fastai-accum.github.io/fastai_accum/patch.html.md"""
 __all__ = ['turn_on_accumulation', 'turn_off_accumulation', 'accumulation']
 
 # %% ../nbs/patch.ipynb #ba1ae54a
-from contextlib import contextmanager
 from functools import wraps
 from fastai.basics import *
 from .core import AccumulateStep

@@ -8,7 +8,6 @@ Docs: https://fastai-accum.github.io/fastai_accum/replace.html.md"""
 __all__ = ['Lent', 'lent']
 
 # %% ../nbs/replace.ipynb #8bd4928e
-from contextlib import contextmanager
 from fastai.basics import *
 
 # %% ../nbs/replace.ipynb #03de7d84
