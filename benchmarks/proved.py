@@ -2,13 +2,15 @@
 
     python benchmarks/proved.py                   # print the tables
     python benchmarks/proved.py --save            # and write them to benchmarks/results/proved.json, which the docs show
-    python benchmarks/proved.py --only resnet18 bert
+    python benchmarks/proved.py --save --only BERT "timm resnet18"   # the other rows of this file stay
 
-Each model is trained in float32, as users train it, from random weights. Nothing is downloaded. `trained` is the check of the check: one step in float64 with
+Each model has a process of its own, since a process keeps most of the memory that it has had. What is found is written after each model. Each model is trained in float32, as users train it, from random weights. Nothing is downloaded. `trained` is the check of the check: one step in float64 with
 dropout, batch norm and all, in this way and with the large batch, and the relative difference of the gradients and buffers. With `coupled`, batch norm and dropout
 see the slices, as the docs say, so there this number is given only for models that have neither. The second table has the models of tests/kinds.py.
 """
 import argparse,contextlib,io,time,warnings
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from common import *
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent/'tests'))
 from fastai.callback.progress import ProgressCallback
@@ -89,8 +91,8 @@ def of_tf(kind, config, f=None, **kwargs):
     return Takes(m, f) if f else Takes(m)
 ids  = dict(vocab_size=50, bos_token_id=0, eos_token_id=1, pad_token_id=2)
 tiny = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
-def hf(name, kind, config, data=tokens, f=None, loss=None, refused={}, in64=True, **kwargs):
-    arch('transformers', name, lambda: of_tf(kind, config, f, **kwargs), data, refused, loss=loss, in64=in64)
+def hf(name, kind, config, data=tokens, f=None, loss=None, refused={}, in64=True, family='transformers', **kwargs):
+    arch(family, name, lambda: of_tf(kind, config, f, **kwargs), data, refused, loss=loss, in64=in64)
 def both(*why): return dict(exact=why, coupled=why)
 def sounds(): return torch.randn(bs, 1600, generator=gen()),classes(bs)
 flat = CrossEntropyLossFlat()
@@ -117,6 +119,11 @@ wav = dict(num_labels=3, conv_dim=(8,8,8), conv_kernel=(10,3,3), conv_stride=(5,
 hf('Wav2Vec2, layerdrop=0, no masks', 'Wav2Vec2ForSequenceClassification', 'Wav2Vec2Config', sounds, layerdrop=0., apply_spec_augment=False, **wav)
 hf('Wav2Vec2',   'Wav2Vec2ForSequenceClassification', 'Wav2Vec2Config', sounds, mask_time_length=2,
    refused=both('MicroBatch', 'it masks parts of the sounds, and skips layers, by random numbers for the whole batch'), **wav)
+
+# ---- of the size that users train: how long the proof takes
+
+for a in resnet18,resnet50: arch('full size', f'{a.__name__}, 224 pixels', body(a), partial(images, px=224))
+hf('BERT, 110 million parameters, 128 tokens', 'BertForSequenceClassification', 'BertConfig', partial(tokens, 128), num_labels=3, family='full size')
 
 # ---- what happens
 
@@ -175,6 +182,8 @@ def trained(name, way):
         has_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in learn.model.modules())
         if way=='coupled' and (has_norm or learn.steps.drew): return None   # they see the slices
         res.append((learn.steps.got, [b.double() for b in learn.model.buffers()]))
+        del learn
+        gc.collect()
     (g,b),(G,B) = res[1],res[0]
     assert len(g)==len(G) and len(b)==len(B), f'{name}, {way}: other parameters have a gradient'
     def off(xs, ys):   # together, since some gradients are zero but for rounding: a bias before a batch norm
@@ -201,12 +210,20 @@ outcomes = 'exact','refused','stopped','not seen','silent','moved','raw'
 def of_kinds():
     "What happens to the models of tests/kinds.py"
     import kinds
+    res = []
     for k in [*kinds.kinds.values(), *kinds.controls.values()]:
         for way in k.ways:
             with contextlib.redirect_stdout(io.StringIO()): what,says = kinds.verdict(k, way)
             says = says if isinstance(says, str) else f'{says[0]:.0e}'
             if way in k.limit: what = {'silent':'not seen', 'moved':'not seen'}.get(what, what)
-            yield dict(row=k.row, name=k.f.__name__, control=k.f.__name__ in kinds.controls, way=way, what=what, says=says.split('\n')[0])
+            res.append(dict(row=k.row, name=k.f.__name__, control=k.f.__name__ in kinds.controls, way=way, what=what, says=says.split('\n')[0]))
+    return res
+
+def rows_of(name): return [row(name, way) for way in ways]
+
+def alone(f, *args):
+    "What `f` returns in a process of its own"
+    with ProcessPoolExecutor(1, mp_context=get_context('fork')) as pool: return pool.submit(f, *args).result()
 
 if __name__=='__main__':
     p = argparse.ArgumentParser(); p.add_argument('--save', action='store_true'); p.add_argument('--only', nargs='*')
@@ -214,12 +231,16 @@ if __name__=='__main__':
     warnings.filterwarnings('ignore')
     torch.set_num_threads(1)
     print(machine())
-    rows = []
+    was = json.loads((Path(__file__).parent/'results'/'proved.json').read_text())
+    rows,cases = {n:[r for r in was['rows'] if r['name']==n] for n in archs},was['cases']
+    def keep():
+        if args.save: save('proved', batch=bs, slice=small, rows=sum(rows.values(), []), cases=cases)
     for name in args.only or archs:
-        for way in ways:
-            rows.append(row(name, way))
-            print(' | '.join(map(str, cells(rows[-1]))), flush=True)
-    cases = [] if args.only and not args.save else list(of_kinds())
-    print(table([(r, w, *(sum(c['what']==o for c in cases if (c['row'],c['way'])==(r,w)) for o in outcomes))
-                 for r in dict.fromkeys(c['row'] for c in cases) for w in ways], ['model','way',*outcomes]))
-    if args.save: print(save('proved', batch=bs, slice=small, rows=rows, cases=cases))
+        rows[name] = alone(rows_of, name)
+        for r in rows[name]: print(' | '.join(map(str, cells(r))), flush=True)
+        keep()
+    if not args.only:
+        cases = alone(of_kinds)
+        keep()
+        print(table([(r, w, *(sum(c['what']==o for c in cases if (c['row'],c['way'])==(r,w)) for o in outcomes))
+                     for r in dict.fromkeys(c['row'] for c in cases) for w in ways], ['model','way',*outcomes]))
