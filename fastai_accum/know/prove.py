@@ -14,7 +14,7 @@ import gc,inspect,time,traceback,warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from collections import deque
-from types import BuiltinFunctionType,FunctionType,MethodType,ModuleType
+from types import FunctionType,MethodType,ModuleType
 from weakref import WeakKeyDictionary
 from fastai.basics import *
 from fastai.callback.hook import Hook
@@ -25,13 +25,12 @@ from ..exact.whole import modes
 from .trial import Middles,double,apart,in_double,train
 from ..memory.checkpointing import GradientCheckpointing
 from ..microbatch import MicroBatch
-from ..held import Held,RandomState,accelerators,is_generator,shared
+from ..held import Held,RandomState,accelerators,is_generator
 from ..rewind import is_out_of_memory
 from ..slices import join,leaves,n_rows,slices,tree_map
 
 # %% ../../nbs/know/prove.ipynb #d1db444a
-_opaque = type,BuiltinFunctionType,MethodType,ModuleType,Callback,Learner,Hook
-_lists = list,tuple,L,set,frozenset,deque
+_opaque = type,MethodType,ModuleType,Callback,Learner,Hook
 
 def held(o, path='model', seen=None):
     "The tensors, numbers, texts and generators that `o` holds, each with its path"
@@ -39,15 +38,12 @@ def held(o, path='model', seen=None):
     if isinstance(o, (Tensor,np.ndarray,bool,int,float,str)) or is_generator(o): yield path,o; return
     if id(o) in seen or isinstance(o, _opaque): return
     seen.add(id(o))
-    d = (o if isinstance(o, dict) else dict(enumerate(o)) if isinstance(o, _lists) else
+    d = (o if isinstance(o, dict) else dict(enumerate(o)) if isinstance(o, (list,tuple,set,deque)) else
          inspect.getclosurevars(o).nonlocals if isinstance(o, FunctionType) else
          dict(args=(o.func,o.args,o.keywords)) if isinstance(o, partial) else getattr(o, '__dict__', {}))
     for k,v in list(d.items()):
         if not str(k).endswith(('_hooks','_hooks_with_kwargs','_always_called')) and k!='forward':   # one that was lent
             yield from held(v, path if k in ('_parameters','_buffers','_modules') else f'{path}.{k}', seen)
-
-def _share(g): return torch.rand((), generator=g, device=g.device).item()
-def _draw(g): return _share(g) if isinstance(g, torch.Generator) else g.random()
 
 # %% ../../nbs/know/prove.ipynb #501061a1
 _signs = np.random.default_rng(0).choice([-1.,1.], 10_007)   # a prime number, so that no sum has the same ones again
@@ -77,17 +73,17 @@ class Seen(Callback):
     "Keeps what each batch and each step leaves behind, and moves the weights a little in each step"
     order = 10_000
     def before_fit(self):
-        learn,self.kept,self.rows,self.grads = self.learn,defaultdict(list),defaultdict(list),[]
-        learn.epoch,learn.train_iter,learn.pct_train,learn.loss = 0,0,0.,tensor(0.)
+        self.kept,self.sums,self.grads = defaultdict(list),defaultdict(lambda: np.zeros(2)),[]
         self.is_open,self.rng = False,np.random.default_rng(0)
+        self.learn.training,self.learn.epoch,self.learn.train_iter,self.learn.pct_train = True,0,0,0.
         for name,m in self.model.named_modules(): m.register_forward_hook(partial(self.note, name))
         if hasattr(self.model, 'reset'): self.model.reset()
 
     def note(self, name, m, args, out):
         for k,x in leaves(out, name) if self.is_open else ():
-            if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel() or not x.ndim: continue
-            x = x.detach().as_subclass(Tensor).reshape(len(x), -1).double()
-            self.rows[len(self.grads),name,k].append((x*(x+1)).mean(1).cpu())
+            if isinstance(x, Tensor) and x.is_floating_point() and x.ndim:
+                x = x.detach().double()
+                self.sums[len(self.grads),name,k] += len(x),float((x*(x+1)).nansum())
 
 # %% ../../nbs/know/prove.ipynb #f0adc3b9
 @patch
@@ -97,8 +93,6 @@ def keep(self:Seen, everything=False, **objects):
             if everything or not isinstance(v, nn.Parameter): self.kept[k].append(sketch(v))
 
 @patch
-def before_train(self:Seen): self.learn.training = True
-@patch
 def before_batch(self:Seen): self.is_open = True
 @patch
 def after_pred(self:Seen):
@@ -107,8 +101,9 @@ def after_pred(self:Seen):
 
 @patch
 def before_step(self:Seen):
-    self.grads.append({k:sketch(p.grad) for k,p in self.model.named_parameters() if p.grad is not None})
-    self.kept['the gradient'].append(_joined(self.grads[-1]))
+    grads = {k:sketch(p.grad) for k,p in self.model.named_parameters() if p.grad is not None}
+    self.grads.append(grads)
+    self.kept['the gradient'].append((tuple(grads), torch.cat([torch.zeros(0), *(x for _,x in grads.values())])))
     self.keep(model=self.model)
     for p in self.model.parameters():
         if p.requires_grad: p.data += torch.from_numpy(np.resize(self.rng.normal(0, .01, 10_007), p.shape)).to(p)
@@ -118,8 +113,6 @@ def before_step(self:Seen):
 def after_train(self:Seen):
     self.keep(True, model=self.model, generators=vars(RandomState(accelerators(self.model))))
     raise CancelFitException
-
-def _joined(grads): return tuple(grads),torch.cat([torch.zeros(0), *(x for _,x in grads.values())])
 
 # %% ../../nbs/know/prove.ipynb #1e5b4519
 def plain_loss(pred, *yb):
@@ -150,12 +143,14 @@ class PutBack(TorchDispatchMode):
         return super().__exit__(*args)
 
 # %% ../../nbs/know/prove.ipynb #a24cbf2b
+def _draw(g): return torch.rand((), generator=g, device=g.device).item() if isinstance(g, torch.Generator) else g.random()
+
 class Alike(Middles):
     "A context in which a draw is one number, near the middle of its range; it takes one number of its generator"
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if torch.Tag.nondeterministic_seeded not in func.tags: return func(*args, **(kwargs or {}))
         g = (kwargs or {}).get('generator') or torch.default_generator
-        share,was = _share(g)+.5,g.get_state()
+        share,was = _draw(g)+.5,g.get_state()
         out = super().__torch_dispatch__(func, types, args, kwargs)
         g.set_state(was)
         return out.mul_(share) if isinstance(out, Tensor) and out.is_floating_point() else out
@@ -171,15 +166,17 @@ class Blind(Callback):
     def before_fit(self):
         for m in self.model.modules():
             if 'num_batches_tracked' in m._buffers: m.num_batches_tracked = None   # slices count batches more often
-        self.rngs = [o for _,o in held(self.model) if is_generator(o)]
-        vars(self.model)['forward'] = partial(self.forward, self.model.forward)
-    def before_batch(self): self.was = RandomState(accelerators(self.model)),Held(self.rngs)
+        shared = [o for o,_ in RandomState(accelerators(self.model)).was]
+        self.rngs = shared + [o for _,o in held(self.model) if is_generator(o)]
+        self.model.forward = partial(self.forward, self.model.forward)
+    def before_batch(self): self.was = Held(self.rngs)
     def forward(self, f, *args, **kwargs):
         res = f(*args, **kwargs)
-        for o in self.was if self.learn.seen.is_open else (): o.restore()
+        if self.learn.seen.is_open: self.was.restore()
         return res
     def after_pred(self):
-        for g in (*shared,torch.default_generator,*self.rngs): _draw(g)
+        for g in self.rngs: _draw(g)
+    def after_fit(self): del self.model.forward
 
 # %% ../../nbs/know/prove.ipynb #19c1107c
 def run(model, batches, n_inp, cbs=(), blind=False):
@@ -188,7 +185,10 @@ def run(model, batches, n_inp, cbs=(), blind=False):
     dls = SimpleNamespace(train=batches, loaders=[batches], n_inp=n_inp)
     learn = Learner(dls, model, plain_loss, SGD, cbs=[Seen(),*[Blind()]*blind], default_cbs=False)
     modes = [AtNorms(by_itself),Alike()] if blind else [FairCoins()]
-    return train(learn, cbs, [PutBack(),*modes]).seen
+    seen = train(learn, cbs, [PutBack(),*modes]).seen
+    learn.remove_cbs(list(learn.cbs))
+    learn.loss_grad = learn._backward = None   # they lead to the model, and it to them
+    return seen
 
 # %% ../../nbs/know/prove.ipynb #96aa70ba
 tol = 1e-8   # rounding in float64 is smaller
@@ -200,9 +200,9 @@ def differences(a, b):
 
 def first_unlike(a, b):
     "The name of the first module whose output, or else whose gradient, is another in run `a` than in run `b`"
-    for k,y in b.rows.items():
-        x,y = (torch.cat([torch.zeros(0), *o]).sort().values for o in (a.rows[k],y))
-        if len(x)==len(y) and off(((), x), ((), y))>1e-6: return k[1]
+    for k,(n,y) in b.sums.items():
+        m,x = a.sums[k]
+        if m==n and not math.isclose(x, y, rel_tol=1e-6, abs_tol=1e-9): return k[1]
     for x,y in zip(a.grads, b.grads):
         for k in reversed(y):
             if k in x and off(x[k], y[k])>1e-6: return k.rpartition('.')[0]
@@ -213,12 +213,10 @@ class NotTried(Exception): "The trial itself has failed, so nothing is known"
 @dataclass
 class Proof:
     "What was found out about a way to train"
-    differs:list     # What is not the same, with its relative error
-    error:float      # The largest relative error
-    where:str        # The module where it begins
-    raised:Exception # What the way has raised, and the whole batch has not
-    n:int            # The samples of the first batch
-    time:float       # Seconds
+    differs:list=()       # What is not the same, with its relative error
+    error:float=math.inf  # The largest relative error
+    where:str=None        # The module where it begins
+    raised:Exception=None # What the way has raised, and the whole batch has not
 
 def prove(
     model:nn.Module, # It stays as it is
@@ -230,18 +228,16 @@ def prove(
     shared=() # Objects that a copy of the model shares with it
 )->Proof:
     "Train copies of `model` on `batches`, as a whole and with the callbacks, and compare"
-    start = time.time()
     def trial(cbs=lambda _: [], jitter=False):
         copy = in_double(model, device, {id(o):o for o in shared})
         for p in copy.parameters() if jitter else (): p.data *= 1 + 2e-16*torch.randn_like(p)
         return run(copy, batches, n_inp, cbs(copy), blind)
     with apart(model), ThreadPoolExecutor(1) as pool:   # Ctrl-C waits, and a new thread has no autocast and no modes
-        res = pool.submit(_compare, trial, cbs).result()
-    return Proof(*res, len(leaves(batches[0])[0][1]), time.time()-start)
+        return pool.submit(_compare, trial, cbs).result()
 
 # %% ../../nbs/know/prove.ipynb #c2167557
 def _compare(train, cbs):
-    "What differs if a copy is trained with `cbs`, the largest error, where it begins, and what was raised"
+    "What is found out if one copy is trained as a whole, and another one with `cbs`"
     def whole(**kwargs):
         try: return train(**kwargs)
         except Exception as e: raise NotTried(f'{type(e).__name__}: {e}') from e
@@ -251,14 +247,14 @@ def _compare(train, cbs):
     try: way = train(cbs)
     except Exception as e:
         if is_out_of_memory(e): raise NotTried(f'{type(e).__name__}: {e}') from e
-        return [],math.inf,None,e
+        return Proof(raised=e)
     errors = differences(way, ref)
     if max(errors.values())>tol:
         again = differences(whole(jitter=True), ref)
         if max(again.values())>1e-3: raise NotTried('the whole batch does not do the same twice')
         errors = {k:0. if v<=100*again.get(k, 0) else v for k,v in errors.items()}
     differs = [o for o in errors.items() if o[1]>tol]
-    return differs,max(errors.values()),first_unlike(way, ref) if differs else None,None
+    return Proof(differs, max(errors.values()), first_unlike(way, ref) if differs else None)
 
 # %% ../../nbs/know/prove.ipynb #a6924b8f
 def few_samples(b, cut=slices):
@@ -302,7 +298,7 @@ def guard(self, learn, xb):
     "Before the first step: refuse a way that is not the training of the whole batch"
     cbs,model = learn.cbs.filter(_is_tried),get_model(learn.model)
     key,trained = settings(model, cbs, xb),{id(p) for p in model.parameters() if p.requires_grad}
-    tried,proof = _tried.setdefault(model, []),None
+    tried,proof,start = _tried.setdefault(model, []),None,time.time()
     if any(k==key and trained<=ids for k,ids in tried): return
     def way(copy): return [fresh(o, learn, copy) for o in cbs]
     micros = cbs.filter(risinstance(MicroBatch))
@@ -318,7 +314,8 @@ def guard(self, learn, xb):
         warnings.warn(f"{who} was not tried on your model before the first step, because the trial on a copy has "
                       f"failed ({why}). So it is not known whether the training is that of the whole batch")
     elif not rank_distrib():
-        print(f"{who} is proved on your model: {proof.n} samples, {proof.time:.1f} s, largest error {proof.error:.0e}. "
+        n,t = len(leaves(batches[0])[0][1]),time.time()-start
+        print(f"{who} is proved on your model: {n} samples, {t:.1f} s, largest error {proof.error:.0e}. "
               "The proof leaves out your loss and callbacks, and mixed precision")
 
 def _is_tried(cb): return isinstance(cb, GradientCheckpointing) or vars(cb).get('shows_whole', False)

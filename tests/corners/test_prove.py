@@ -3,7 +3,7 @@ refused.
 
 Each model here was silently wrong with `exact=True`, `coupled=True` or `GradientCheckpointing` once. Now it is
 exact, or refused in words before anything has moved."""
-import warnings
+import gc,warnings,weakref
 from torch.autograd import Function
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -264,3 +264,22 @@ def test_ordinary_models_are_proved(name, k, capsys):
         warnings.simplefilter('error')
         cb.prove(learn, xb)
     assert 'is proved on your model' in capsys.readouterr().out
+
+@pytest.mark.parametrize('k', ['exact','coupled','checkpointing'])
+def test_one_copy_at_a_time(k, monkeypatch):
+    "Each copy is freed before the next one is made, and nothing stays, without waiting for Python's collector"
+    from fastai_accum.know import prove as know_prove
+    model,in_double,copies,alive = cnn(),know_prove.in_double,[],[]
+    def copied(*args):
+        alive.append(sum(o() is not None for o in copies))
+        copies.append(weakref.ref(res := in_double(*args)))
+        return res
+    monkeypatch.setattr(know_prove, 'in_double', copied)
+    xb = photos(),
+    cb = GradientCheckpointing([model[0]]) if k=='checkpointing' else MicroBatch(4, **{k:True})
+    learn = Learner(DataLoaders([xb], [xb]), model, loss_func=spread, cbs=cb)
+    learn.training,learn.xb,learn.yb = True,xb,()
+    gc.disable()
+    try: cb.prove(learn, xb)
+    finally: gc.enable()
+    assert alive==[0,0] and not any(o() for o in copies)
