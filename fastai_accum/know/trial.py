@@ -96,8 +96,9 @@ class Local(_BatchNorm):
 
 def eager(model):
     "`model` without its compilation"
+    model = getattr(model, '_orig_mod', model)
     for m in model.modules():
-        if getattr(m, '_compiled_call_impl', None): m._compiled_call_impl = None
+        m._compiled_call_impl = None
         for k,c in m._modules.items(): m._modules[k] = getattr(c, '_orig_mod', c)
     return model
 
