@@ -39,8 +39,8 @@ def check_function(who, name, v, what):
 
 # %% ../nbs/refusals.ipynb #cdbc50cf
 _meant = {   # what other libraries call our arguments, without the `_`
-    'AccumulateStep n_step':    """nsteps nmicro nacc accsteps accum accumsteps accumiter accumulationsteps gradaccum
-        accumulategradbatches gradaccumsteps gradientaccumulation gradientaccumulationsteps updatefreq everykschedule""",
+    'AccumulateStep n_step':    """nsteps nmicro nacc accsteps accum accumsteps accumiter accumulationsteps updatefreq
+        gradaccum accumulategradbatches gradaccumsteps gradientaccumulation gradientaccumulationsteps everykschedule""",
     'AccumulateStep n_samples': 'nsamples nacc accumbs batchsize effectivebatchsize effectivebs',
     'MicroBatch bs':            'bs batchsize minibatchsize microbatchsize devicetrainmicrobatchsize chunksize',
     **{f'MicroBatch {k}':k for k in ('coupled','exact','valid','split')}}

@@ -20,6 +20,7 @@ from ..memory.checkpointing import GradientCheckpointing
 from ..memory.offload import OffloadActivations
 from ..microbatch import MicroBatch
 from ..patch import accumulation_settings
+from ..rewind import is_out_of_memory
 from ..slices import leaves,slices,tree_map
 from ..windows import batch_size,n_of
 from .trial import Given,InDouble,Middles,apart,double,eager,train
@@ -380,6 +381,9 @@ def check_accumulation(self:Learner,
         batch = dl.one_batch() if hasattr(dl, 'one_batch') else first(dl)
         was.put_back()
         with apart(self.model): return Bench(self, was, batch, bs).check()
+    except Exception as e:
+        if not is_out_of_memory(e) or bs<8: raise
     finally:
         try: was and was.restore()
         finally: self.opt = opt
+    return self.check_accumulation(bs//2)   # not sooner, because the error holds the activations

@@ -135,7 +135,8 @@ class FairCoins(TorchDispatchMode):
         return super().__exit__(*args)
 
 # %% ../../nbs/know/prove.ipynb #a24cbf2b
-def _draw(g): return torch.rand((), generator=g, device=g.device).item() if isinstance(g, torch.Generator) else g.random()
+def _draw(g):
+    return torch.rand((), generator=g, device=g.device).item() if isinstance(g, torch.Generator) else g.random()
 
 class Alike(Middles):
     "A context in which a draw is one number, near the middle of its range; it takes one number of its generator"

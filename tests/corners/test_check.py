@@ -714,3 +714,16 @@ def test_memory(fitted):
     own = 2*8*sum(p.numel() for p in learn.model.parameters())
     peak = peak_bytes(lambda: learn.check_accumulation())/own
     assert 1<=peak<=2, f'{peak:.2f} times the parameters and gradients'
+
+@pytest.mark.parametrize('most', [9,3])
+def test_goes_on_with_fewer_samples_if_memory_runs_out(most):
+    class Greedy(nn.Linear):
+        def forward(self, x):
+            if len(x)>most: raise RuntimeError('CUDA out of memory. Tried to allocate')
+            return super().forward(x)
+    model = nn.Sequential(Greedy(6, 8), nn.Linear(8, 10))
+    learn = make_learner(make_dls(64, 16), model=model.float(), cbs=AccumulateStep(4))
+    if most<4:
+        with pytest.raises(RuntimeError, match='out of memory'): learn.check_accumulation()
+    else: assert 'one step on 7 samples' in learn.check_accumulation().compared
+    assert learn.model[0].weight.dtype==torch.float32 and learn.model[0].weight.grad is None
