@@ -64,7 +64,7 @@ what-fits: $(READY) ## What `learn.what_fits()` says for six learners, with each
 bench-gpu: $(READY) ## On a machine with a GPU: the tests that wait for one, and every benchmark (an hour)
 	$(BIN)/python benchmarks/gpu.py
 
-proved: $(READY) ## What the page "What is proved, what is refused" shows, with the optional packages (20 minutes)
+proved: $(READY) ## What the page "What is proved, what is refused" shows, with the optional packages (an hour)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proved.py --save
 	$(BIN)/nbdev-test --save nbs/know/proved.ipynb
