@@ -1,10 +1,15 @@
-import json,sys
+import json,random,sys
 from pathlib import Path
-import pytest,torch
+import numpy as np,pytest,torch
 # corners use the promise's cases
 for o in 'corners','promise': sys.path.insert(0, str(Path(__file__).resolve().parent/o))
 # the tensors are tiny, and threads that wait for each other make a busy machine ten times slower
 torch.set_num_threads(1)
+
+@pytest.fixture(autouse=True)
+def seeds():
+    "A test does the same in each run, whatever ran before it"
+    random.seed(0); np.random.seed(0); torch.manual_seed(0)
 
 results = {}   # of the rows of the page "Works with", by group and name
 

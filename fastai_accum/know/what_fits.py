@@ -28,7 +28,7 @@ from ..microbatch import MicroBatch
 from ..refusals import check_count
 from ..replace import lent
 from ..rewind import is_out_of_memory
-from ..slices import join,leaves,tree_map
+from ..slices import join,leaves,slices,tree_map
 from ..windows import n_of
 from .trial import Given
 from .unchanged import unchanged
@@ -189,14 +189,14 @@ def _number(o): return o.detach().float() if isinstance(o, Tensor) and o.is_floa
 
 # %% ../../nbs/know/what_fits.ipynb #96bb2a7f
 def is_mean(loss_func, bs, weight=None):
-    "Whether the loss of the slices `bs` is the mean of the losses of both halves; `None` if it cannot be computed"
-    weight = weight or partial(loss_weight, loss_func)
-    def total(bs):
-        b = join(bs, [len(leaves(o)[0][1]) for o in bs])
-        return float(loss_func(*b))*(weight(*b) if loss_reduction(loss_func)!='sum' else 1)
-    try: whole,parts = total(bs),total(bs[:2])+total(bs[2:])
-    except Exception: return None   # such as a loss with targets of another kind
-    return not abs(whole-parts)>1e-4*abs(whole)
+    "Whether the loss of the slices `bs` together is the mean of the losses of parts; `None` if it cannot be computed"
+    weight,sizes = weight or partial(loss_weight, loss_func),[len(leaves(o)[0][1]) for o in bs]
+    def total(b): return float(loss_func(*b))*(weight(*b) if loss_reduction(loss_func)!='sum' else 1)
+    def error(size):
+        try: b = join(bs, sizes); return abs(sum(map(total, slices(b, size)))/total(b) - 1)
+        except Exception: return math.nan   # such as a loss with targets of another kind
+    errors = [e for e in map(error, (sum(sizes)//2, sum(sizes)//2-1)) if not math.isnan(e)]
+    return max(errors)<=1e-4 if errors else None
 
 # %% ../../nbs/know/what_fits.ipynb #e09315fa
 @contextmanager

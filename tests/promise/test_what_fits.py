@@ -167,6 +167,11 @@ def info_nce(pred, y):
     return F.cross_entropy(a@b.T/.1, torch.arange(len(a)))
 def rmse(pred, y): return F.mse_loss(pred[:,0], y.float()).sqrt()
 
+@pytest.mark.parametrize('ys', [[0,1]*4, [0,1,1,0]*2, [1,2,0,2,1,0,2,2]])
+def test_a_loss_that_compares_samples_is_seen_without_luck(ys):
+    bs = [(torch.zeros(2, 1), tensor(ys[i:i+2])) for i in range(0, 8, 2)]
+    assert what_fits.is_mean(rmse, bs) is False and what_fits.is_mean(nn.MSELoss(), [(p, y[:,None]*1.) for p,y in bs])
+
 @pytest.mark.parametrize('loss', [info_nce, rmse], ids=lambda o: o.__name__)
 def test_a_loss_that_compares_samples_gets_coupled(loss):
     learn = learner()
