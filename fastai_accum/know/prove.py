@@ -6,8 +6,8 @@ Docs: https://fastai-accum.github.io/fastai_accum/know/prove.html.md"""
 
 # %% auto #0
 __all__ = ['tol', 'held', 'sketch', 'off', 'Seen', 'plain_loss', 'FairCoins', 'Alike', 'by_itself', 'Blind', 'run', 'differences',
-           'first_unlike', 'NotTried', 'Proof', 'prove', 'few_samples', 'smaller', 'tries', 'settings', 'fresh',
-           'guard', 'refuse', 'raised_in']
+           'first_unlike', 'NotTried', 'Proof', 'jitter', 'prove', 'few_samples', 'smaller', 'tries', 'settings',
+           'fresh', 'guard', 'refuse', 'raised_in']
 
 # %% ../../nbs/know/prove.ipynb #7e343ce2
 import gc,inspect,time,traceback,warnings
@@ -113,10 +113,11 @@ def after_train(self:Seen):
     raise CancelFitException
 
 # %% ../../nbs/know/prove.ipynb #1e5b4519
-def plain_loss(pred, *yb):
+def plain_loss(pred, *yb, **kwargs):
     "A mean over samples, each computed by itself; it is not linear, as that has no gradient behind a batch norm"
     xs = [o.as_subclass(Tensor) for _,o in held(pred) if isinstance(o, Tensor) and o.is_floating_point() and o.numel()]
     return sum((1+(x-.3)**2).sqrt().mean() for x in xs)
+plain_loss.y_int = True   # for `MixUp`
 
 # %% ../../nbs/know/prove.ipynb #9c0398ef
 class FairCoins(TorchDispatchMode):
@@ -210,6 +211,10 @@ class Proof:
     where:str=None        # The module where it begins
     raised:Exception=None # What the way has raised, and the whole batch has not
 
+def jitter(model):
+    "Move the parameters of `model` by about the rounding of float64"
+    for p in model.parameters(): p.data *= 1 + 2e-16*torch.randn_like(p)
+
 def prove(
     model:nn.Module, # It stays as it is
     batches:list, # Inputs and targets, as from a loader
@@ -220,9 +225,9 @@ def prove(
     shared=() # Objects that a copy of the model shares with it
 )->Proof:
     "Train copies of `model` on `batches`, as a whole and with the callbacks, and compare"
-    def trial(cbs=lambda _: [], jitter=False):
+    def trial(cbs=lambda _: [], is_moved=False):
         copy = in_double(model, device, {id(o):o for o in shared})
-        for p in copy.parameters() if jitter else (): p.data *= 1 + 2e-16*torch.randn_like(p)
+        if is_moved: jitter(copy)
         return run(copy, batches, n_inp, cbs(copy), blind)
     with apart(model), ThreadPoolExecutor(1) as pool:   # Ctrl-C waits, and a new thread has no autocast and no modes
         return pool.submit(_compare, trial, cbs).result()
@@ -242,7 +247,7 @@ def _compare(train, cbs):
         return Proof(raised=e)
     errors = differences(way, ref)
     if max(errors.values())>tol:
-        again = differences(whole(jitter=True), ref)
+        again = differences(whole(is_moved=True), ref)
         if max(again.values())>1e-3: raise NotTried('the whole batch does not do the same twice')
         errors = {k:0. if v<=100*again.get(k, 0) else v for k,v in errors.items()}
     differs = [o for o in errors.items() if o[1]>tol]

@@ -130,15 +130,10 @@ class Middles(TorchDispatchMode):
         name,pars = func._schema.name.split('::')[1],func._schema.arguments
         a = {**{p.name:p.default_value for p in pars}, **{p.name:v for p,v in zip(pars, args)}, **kwargs}
         # the dropout of cuDNN and of attention is an argument
-        def is_share(k): return k in ('dropout','dropout_p') or name=='native_dropout' and k=='p'
-        off = {p.name:0. for p in pars if is_share(p.name)}
-        if off:
-            args = tuple(off.get(p.name, v) for p,v in zip(pars, args))
-            return func(*args, **{k:off.get(k, v) for k,v in kwargs.items()})
-        if name=='randperm': return func(*args, **kwargs).sort().values
-        if name not in _middle: return func(*args, **kwargs)
-        v,out = _middle[name](a),func(*args, **kwargs)
-        return out.copy_(v) if isinstance(v, Tensor) else out.fill_(v)
+        a.update({k:0. for k in a if k in ('dropout','dropout_p') or name=='native_dropout' and k=='p'})
+        v,out = _middle[name](a) if name in _middle else None,func(**a)
+        if name=='randperm': return out.sort().values
+        return out if v is None else out.copy_(v) if isinstance(v, Tensor) else out.fill_(v)
 
 # %% ../../nbs/know/trial.ipynb #d4a1c002
 def train(learn, cbs=(), modes=(), seed=0):
