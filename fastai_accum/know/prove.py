@@ -126,9 +126,10 @@ class FairCoins(TorchDispatchMode):
         name,kwargs = func._schema.name.split('::')[1],kwargs or {}
         g = kwargs.get('generator')
         if g is not None: vars(self).setdefault('was', {}).setdefault(g, g.get_state())
-        is_coin = name in ('bernoulli','bernoulli_','native_dropout') and len(args)>1 and isinstance(args[1], float)
-        if is_coin and 0<args[1]<1: args = args[0],.5,*args[2:]
-        out = func(*args, **kwargs)
+        p = args[1] if name in ('bernoulli','bernoulli_','native_dropout') and len(args)>1 else None
+        is_coin = isinstance(p, float) and 0<p<1
+        out = func(*(args[0],.5,*args[2:]) if is_coin else args, **kwargs)
+        if is_coin and name=='native_dropout': out = args[0]*out[1]/(1-p),out[1]   # a GPU's, which scales too
         if name in ('rand','rand_like','uniform','uniform_'): out.copy_(torch.where(out<.5, out*1e-3, 1-(1-out)*1e-3))
         return out
     def __exit__(self, *args):

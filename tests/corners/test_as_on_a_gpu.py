@@ -1,0 +1,26 @@
+"What PyTorch does in another way on a GPU, done on the CPU: no GPU is needed"
+from harness import *
+from test_exact import X2,Y2,draws,same
+
+pytestmark = needs_exact
+
+@pytest.fixture
+def dropouts():
+    "Dropout as on a GPU: one operation, which scales too; counts the calls"
+    calls = [0]
+    def dropout(x, p, train):
+        if not train or p==0 or not x.numel(): return x
+        calls[0] += 1
+        return torch.native_dropout(x, p, True)[0]
+    lib = torch.library.Library('aten', 'IMPL')
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')   # it takes the place of PyTorch's own
+        for k in 'CPU','AutogradCPU': lib.impl('dropout', dropout, k)
+    yield calls
+    lib._destroy()
+
+@pytest.mark.parametrize('k', 'dropout functional weight second attention scaled'.split())
+def test_draws(k, dropouts):
+    "Proved, though its probability is not that of a fair coin, and exact"
+    same(draws[k], X2, Y2)
+    assert dropouts[0]>10
