@@ -129,8 +129,9 @@ class Middles(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags: return func(*args, **kwargs)
         name,pars = func._schema.name.split('::')[1],func._schema.arguments
         a = {**{p.name:p.default_value for p in pars}, **{p.name:v for p,v in zip(pars, args)}, **kwargs}
-        # the dropout of cuDNN and of attention is an argument
-        a.update({k:0. for k in a if k in ('dropout','dropout_p') or name=='native_dropout' and k=='p'})
+        # the dropout of cuDNN and of attention is an argument; a GPU's native_dropout may drop a number at p=0
+        a.update({k:0. for k in a if k in ('dropout','dropout_p')})
+        if name=='native_dropout': a['train'] = False
         v,out = _middle[name](a) if name in _middle else None,func(**a)
         if name=='randperm': return out.sort().values
         return out if v is None else out.copy_(v) if isinstance(v, Tensor) else out.fill_(v)

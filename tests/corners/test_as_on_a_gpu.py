@@ -1,6 +1,7 @@
 "What PyTorch does in another way on a GPU, done on the CPU: no GPU is needed"
 from harness import *
 from test_exact import X2,Y2,draws,same
+from fastai_accum.know.trial import Middles
 
 pytestmark = needs_exact
 
@@ -24,3 +25,9 @@ def test_draws(k, dropouts):
     "Proved, though its probability is not that of a fair coin, and exact"
     same(draws[k], X2, Y2)
     assert dropouts[0]>10
+
+def test_a_dropout_that_is_off_draws_nothing():
+    "At p=0, the dropout of a GPU drops one number in thirty million"
+    x,state = torch.randn(8, requires_grad=True),torch.get_rng_state()
+    with Middles(): out,mask = torch.native_dropout(x, .3, True)
+    assert torch.equal(out, x) and mask.all() and torch.equal(torch.get_rng_state(), state)
