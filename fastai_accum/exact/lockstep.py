@@ -234,8 +234,6 @@ class Lockstep:
     ):
         store_attr()
         self.host,self.hidden,self.meetings = Host(state.model),Hidden(state.model),[]
-        # autograd keeps what is saved only if an input needs a gradient
-        self.baton = self.one = torch.ones((), requires_grad=True)
 
     def run(self):
         "The predictions for each slice"
@@ -286,7 +284,8 @@ class Lockstep:
         return met.output(x, o.weight, o.bias)
 
     def _pass(self, slice, k, met, x, o):
-        token,self.baton = _Arrive.apply(x.as_subclass(Tensor), self.one.to(x.device), met, k, self.host)
+        one = torch.ones((), device=x.device, requires_grad=True)   # without a gradient, autograd saves nothing
+        token,self.baton = _Arrive.apply(x.as_subclass(Tensor), one, met, k, self.host)
         arrived = token.grad_fn
         met.tokens.append(token)
         with _parked(x, arrived, self.host): slice.wait(met)
