@@ -32,8 +32,8 @@ class Replicas(Alone):
     def silent(self): return lent(self.ddp, forward=self.ddp.module)
 
     def sum(self, *vs):
-        device = next(self.ddp.parameters()).device
-        t = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in vs])
+        t = torch.stack([torch.as_tensor(v, dtype=torch.float64).detach().cpu() for v in vs])
+        t = t.to(next(self.ddp.parameters()).device)   # all at once
         distributed.all_reduce(t, group=self.group)
         return t.tolist()
 
