@@ -100,6 +100,8 @@ def _batch_dim(x, y, n, m):
 # %% ../../nbs/exact/draws.ipynb #63225203
 _instead = ("If this is a text_classifier_learner, give it a seq_len as long as your longest text; otherwise leave "
             "exact out, or take GradientCheckpointing() instead of MicroBatch")
+_by_steps = ("Let PyTorch compute attention step by step: call fit inside of "
+             "`with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):`, or leave exact out")
 
 def _refuse(draw, why):
     raise ValueError(f"MicroBatch: exact=True is not possible: {draw.where or 'the model'} draws with "
@@ -120,8 +122,8 @@ def batch_dims(
             _refuse(y, f"Its sizes, {x.sizes} for {n} samples and {y.sizes} for {m}, do not show which dimension has "
                        f"the samples. Draw a row for each sample. {_instead}")
         if any(dims) and not _is_known(y.func):
-            _refuse(y, "We don't know how to give a slice its part of what this operation draws for the batch. "
-                       "Set its probability to 0, or leave exact out")
+            hint = _by_steps if 'attention' in _name(y.func) else "Set its probability to 0, or leave exact out"
+            _refuse(y, f"We don't know how to give a slice its part of what this operation draws for the batch. {hint}")
         res.append((y,dims))
     return res
 

@@ -1,6 +1,7 @@
 "What PyTorch does in another way on a GPU, done on the CPU: no GPU is needed"
 from harness import *
 from test_exact import X2,Y2,draws,same
+from fastai_accum.exact.draws import Draw,batch_dims
 from fastai_accum.know.trial import Middles
 
 pytestmark = needs_exact
@@ -31,3 +32,10 @@ def test_a_dropout_that_is_off_draws_nothing():
     x,state = torch.randn(8, requires_grad=True),torch.get_rng_state()
     with Middles(): out,mask = torch.native_dropout(x, .3, True)
     assert torch.equal(out, x) and mask.all() and torch.equal(torch.get_rng_state(), state)
+
+@pytest.mark.parametrize('name', ['flash','efficient','cudnn'])
+def test_attention_with_a_dropout_of_its_own(name):
+    "It is refused with the line that takes it apart, and then it is exact: see `scaled` in `test_draws`"
+    op = getattr(torch.ops.aten, f'_scaled_dot_product_{name}_attention').default
+    a,b = ([Draw(op, [(n,2,5,8)]*4, [()]*4, 'the Attention', None)] for n in (2,3))
+    with pytest.raises(ValueError, match=r'the Attention draws with .*sdpa_kernel.*MATH'): batch_dims(a, b, 2, 3)
