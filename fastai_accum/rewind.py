@@ -12,7 +12,7 @@ from fastai.basics import *
 from .held import *
 
 # %% ../nbs/rewind.ipynb #a340aa38
-_oom = 'out of memory|not enough memory|can.t allocate memory|CU(BLAS|DNN)_STATUS_(\w*_)?ALLOC(ATION)?_FAILED'
+_oom = r'out of memory|not enough memory|can.t allocate memory|CU(BLAS|DNN)_STATUS_(\w*_)?ALLOC(ATION)?_FAILED'
 
 def is_out_of_memory(e)->bool:
     "Whether the error `e` says that memory ran out"
