@@ -6,8 +6,8 @@ Docs: https://fastai-accum.github.io/fastai_accum/know/prove.html.md"""
 
 # %% auto #0
 __all__ = ['tol', 'held', 'sketch', 'off', 'Seen', 'plain_loss', 'FairCoins', 'Alike', 'by_itself', 'Blind', 'run', 'differences',
-           'first_unlike', 'NotTried', 'Proof', 'jitter', 'prove', 'few_samples', 'smaller', 'tries', 'settings',
-           'fresh', 'guard', 'refuse', 'raised_in']
+           'first_unlike', 'NotTried', 'Unsteady', 'Proof', 'jitter', 'prove', 'few_samples', 'smaller', 'tries',
+           'settings', 'fresh', 'guard', 'refuse', 'raised_in']
 
 # %% ../../nbs/know/prove.ipynb #7e343ce2
 import gc,inspect,time,traceback,warnings
@@ -203,6 +203,7 @@ def first_unlike(a, b):
 
 # %% ../../nbs/know/prove.ipynb #91ed2f88
 class NotTried(Exception): "The trial itself has failed, so nothing is known"
+class Unsteady(NotTried): "The model does not do the same twice; whether it does on another device says nothing"
 
 @dataclass
 class Proof:
@@ -230,7 +231,10 @@ def prove(
         copy = in_double(model, device, {id(o):o for o in shared})
         if is_moved: jitter(copy)
         return run(copy, batches, n_inp, cbs(copy), blind)
-    with apart(model), ThreadPoolExecutor(1) as pool:   # Ctrl-C waits, and a new thread has no autocast and no modes
+    is_cuda = torch.device(device).type=='cuda'
+    begin = partial(torch.cuda.set_stream, torch.cuda.current_stream(device)) if is_cuda else None   # its device too
+    # Ctrl-C waits, and a new thread has no autocast and no modes
+    with apart(model), ThreadPoolExecutor(1, initializer=begin) as pool:
         return pool.submit(_compare, trial, cbs).result()
 
 # %% ../../nbs/know/prove.ipynb #c2167557
@@ -249,7 +253,7 @@ def _compare(train, cbs):
     errors = differences(way, ref)
     if max(errors.values())>tol:
         again = differences(whole(is_moved=True), ref)
-        if max(again.values())>1e-3: raise NotTried('the whole batch does not do the same twice')
+        if max(again.values())>1e-3: raise Unsteady('the whole batch does not do the same twice')
         errors = {k:0. if v<=100*again.get(k, 0) else v for k,v in errors.items()}
     differs = [o for o in errors.items() if o[1]>tol]
     return Proof(differs, max(errors.values()), first_unlike(way, ref) if differs else None)
@@ -303,6 +307,7 @@ def guard(self, learn, xb):
     split,blind = (micros[0].split,micros[0].coupled) if micros else (None,False)
     for batches,device in tries(model, split, xb, learn.yb):
         try: proof = prove(model, batches, len(xb), way, blind, device, (learn,)); break
+        except Unsteady as e: why = str(e); break
         except NotTried as e: why = str(e)
         gc.collect()   # the error held a copy
     who = f"MicroBatch: {'exact' if self.exact else 'coupled'}=True" if self in micros else 'GradientCheckpointing'

@@ -1,8 +1,11 @@
 "What PyTorch does in another way on a GPU, done on the CPU: no GPU is needed"
+import threading
 from harness import *
 from test_exact import X2,Y2,draws,same
 from fastai_accum.exact.draws import Draw,batch_dims
-from fastai_accum.know.trial import Middles
+from fastai_accum.know import prove as know_prove
+from fastai_accum.know.trial import Middles,in_double
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = needs_exact
 
@@ -39,3 +42,35 @@ def test_attention_with_a_dropout_of_its_own(name):
     op = getattr(torch.ops.aten, f'_scaled_dot_product_{name}_attention').default
     a,b = ([Draw(op, [(n,2,5,8)]*4, [()]*4, 'the Attention', None)] for n in (2,3))
     with pytest.raises(ValueError, match=r'the Attention draws with .*sdpa_kernel.*MATH'): batch_dims(a, b, 2, 3)
+
+def test_the_device_and_the_stream_of_the_proof(monkeypatch):
+    "A new thread begins on the first GPU and on its default stream; the proof goes on where the training is"
+    now = threading.local()
+    monkeypatch.setattr(torch.cuda, 'current_stream', lambda device: f'a stream on {device}')
+    monkeypatch.setattr(torch.cuda, 'set_stream', lambda s: setattr(now, 'stream', s))
+    monkeypatch.setattr(know_prove, '_compare', lambda *_: getattr(now, 'stream', None))
+    assert know_prove.prove(nn.Linear(1, 1), [], 1, None, device='cuda:1')=='a stream on cuda:1'
+    assert know_prove.prove(nn.Linear(1, 1), [], 1, None) is None
+
+def test_unsteady_on_a_gpu_and_steady_on_the_cpu(monkeypatch):
+    "It trains on the GPU, so nothing is proved there"
+    def trial(*args, **kwargs):
+        if devices.pop(): raise know_prove.Unsteady('the whole batch does not do the same twice')
+        return know_prove.Proof(error=0.)
+    devices = [False,True]
+    monkeypatch.setattr(know_prove, 'prove', trial)
+    learn = make_learner(make_dls(16, 8), cbs=MicroBatch(4, exact=True))
+    with pytest.warns(UserWarning, match='was not tried.*does not do the same twice'): learn.fit(1)
+
+def test_a_copy_is_made_where_it_is_needed():
+    "On the host, if the device is short of memory; here the device is the CPU, and the host is `meta`"
+    seen = []
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.device.type=='cpu' and out.data_ptr()!=m.weight.data_ptr():
+                seen.append(out.numel())
+            return out
+    m = nn.Linear(50, 50)
+    with Made(): copy = in_double(m, 'meta')
+    assert copy.weight.device.type=='meta' and copy.weight.dtype==torch.float64 and max(seen, default=0)<50*50
