@@ -498,7 +498,7 @@ def test_auto_on_a_gpu(coupled, amp):
         finally: torch.cuda.set_per_process_memory_fraction(1.)
     total = torch.cuda.get_device_properties(0).total_memory
     a = run(MicroBatch('auto', coupled=coupled), fraction=(torch.cuda.memory_allocated()+2**29)/total)
-    found = min(rows for _,_,rows in a.micro_batches.failed)//2
+    found = a.micro_batches.fits[True]
     assert 1<=found<1024
     assert_same(a, run(MicroBatch(found, coupled=coupled)), tol=1e-3 if amp else TOL)
     assert n_autocast()==0
