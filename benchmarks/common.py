@@ -32,15 +32,16 @@ def peak_bytes(f):
 
 @contextmanager
 def apart():
-    """Without a GPU, let `Host` copy to memory of NumPy, as it copies to the host on a GPU. `peak_bytes` does not count this memory, so it counts what a GPU
-    would hold. With a GPU, nothing changes."""
+    """For a model on the CPU, let `Host` copy to memory of NumPy, as it copies to the host on a GPU. `peak_bytes` does not count this memory, so it counts what a
+    GPU would hold. For a model on a GPU, nothing changes."""
     import numpy as np
     from fastai_accum.memory.offload import Host
     def room(self, t):
+        if t.device.type!='cpu': return was[1](self, t)
         like = torch.empty_like(t, device='meta')
         return torch.from_numpy(np.empty(t.numel()*t.element_size(), np.uint8)).view(t.dtype).as_strided(like.shape, like.stride())
     here,was = (lambda self, t: t.device.type=='meta'),(Host.here,Host.room)
-    if not torch.cuda.is_available(): Host.here,Host.room = here,room
+    Host.here,Host.room = here,room
     try: yield
     finally: Host.here,Host.room = was
 

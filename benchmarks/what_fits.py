@@ -75,6 +75,7 @@ nets = {'`vision_learner`, ResNet-34, 16 images of 96 pixels':resnet, '`unet_lea
 def learner(make, device):
     set_seed(0)
     learn = make(device)
+    learn.model.to(device)   # what counts comes on top of the weights
     learn.remove_cb(ProgressCallback); learn.logger = noop
     return learn
 
