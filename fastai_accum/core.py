@@ -62,8 +62,8 @@ class AccumulateStep(WindowCallback):
         refuse_unknown(AccumulateStep, kwargs)
         if (n_step is None)==(n_samples is None):
             raise ValueError("AccumulateStep: give either n_step, which counts micro-batches, or n_samples, which "
-                             f"counts samples; got {n_step=} and {n_samples=}")
-        def checked(k, v): return v if v is None or callable(v) else check_count('AccumulateStep', k, v)
+                             f"counts samples, such as AccumulateStep(n_step=4); got {n_step=} and {n_samples=}")
+        def checked(k, v): return v if v is None or is_schedule(v) else check_count('AccumulateStep', k, v)
         n_step,n_samples = checked('n_step', n_step),checked('n_samples', n_samples)
         check_flags('AccumulateStep', (True,False,None), average=average, drop_last=drop_last)
         check_function('AccumulateStep', 'weight', weight, '(pred, *yb) -> float')
@@ -339,7 +339,7 @@ def weigh(self:Window):
     if isinstance(w, (Tensor,np.ndarray,np.number)) and math.prod(w.shape)==1: w = w.item()
     if type(w) in (int,float) and 0<=w<math.inf: return w
     raise ValueError(f"{self.acc}: {'weight' if f else 'loss_weight'} must return one finite number of at least 0, "
-                     f"got {w!r}; if it is a tensor with several, return their sum")
+                     f"got {getattr(w, 'shape', w)!r}; if it is a tensor with several, return their sum")
 
 # %% ../nbs/core.ipynb #847487f2
 @patch

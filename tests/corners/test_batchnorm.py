@@ -10,6 +10,7 @@ import fastai_accum.all   # for `exact=True`
 from fastai_accum import refusals
 from fastai_accum.extras.batchnorm import *
 from fastai_accum.microbatch import *
+from fastai_accum.patch import accumulation
 
 kinds = {nn.BatchNorm1d:(4,16), nn.BatchNorm2d:(4,16,3,5), nn.BatchNorm3d:(4,16,2,3,2), nn.SyncBatchNorm:(4,16,3,5)}
 def norms(model, cls): return [m for m in model.modules() if isinstance(m, cls)]
@@ -165,6 +166,12 @@ def test_the_note_names_the_line_above_the_bar(cbs, sees, line, monkeypatch, cap
     make_learner(make_dls(24, 4), model, cbs=[*L(cbs()), Marks()], splitter=params).fit(1)
     said,_ = capsys.readouterr().out.split('the bar begins')
     assert sees in said and line in said, said
+
+def test_the_note_names_what_turns_accumulation_off(monkeypatch, capsys):
+    monkeypatch.setattr(refusals, '_noted', set())
+    model = nn.Sequential(nn.Linear(6,8), nn.BatchNorm1d(8), nn.Linear(8,3)).double()
+    with accumulation(3): make_learner(make_dls(24, 4), model, splitter=params).fit(1)
+    assert 'write\nturn_off_accumulation(); learn.micro_batch(4, exact=True)' in capsys.readouterr().out
 
 def test_the_note_comes_when_a_batch_is_cut(monkeypatch, capsys):
     "`MicroBatch()` cuts nothing until memory runs out, and large slices cut nothing"

@@ -3,6 +3,7 @@ import pytest
 from functools import partial
 from harness import *
 from fastai_accum.loss import *
+from fastai_accum.patch import turn_on_accumulation
 
 def test_counts():
     for name,v in itertools.product(['n_step','n_samples'], [0, -1, 2.5, 4., '4', True, [4], math.nan]):
@@ -112,7 +113,7 @@ def test_other_names(name):
     (AccumulateStep, dict(num_steps=4), r'Did you mean `AccumulateStep\(n_step=4\)`'),
     (MicroBatch, dict(exat=True), r'Did you mean `MicroBatch\(exact=True\)`'),
     (MicroBatch, dict(batch_size=8), r'Did you mean `MicroBatch\(bs=8\)`'),
-    (MicroBatch, dict(n_steps=4), r'`AccumulateStep\(n_step=4\)`'),
+    *[(MicroBatch, {k:4}, r'`AccumulateStep\(n_step=4\)`') for k in ('n_step','n_steps')],
     (AccumulateStep, dict(nonsense=1), "no argument 'nonsense'. The arguments are n_step, n_samples")])
 def test_the_right_argument(cls, kw, match):
     with pytest.raises(TypeError, match=f'{cls.__name__}: .*{match}'): cls(**kw)
@@ -125,6 +126,8 @@ def test_flags_have_a_name():
 def test_what_to_write():
     with pytest.raises(ValueError, match='got 4.0; write 4$'): AccumulateStep(64/16)
     with pytest.raises(ValueError, match='pass a function `pct -> int`'): AccumulateStep([1,2,4])
+    for f in AccumulateStep,turn_on_accumulation:   # a callback is no schedule
+        with pytest.raises(ValueError, match='got AccumulateStep; write its `.n_step`'): f(AccumulateStep(4))
 
 def test_repr():
     assert repr(AccumulateStep(4))=='AccumulateStep(n_step=4)'
