@@ -176,13 +176,12 @@ for name,v in shades.items():
     (path/name).mkdir(parents=True)
     for i in range(48): Image.new('RGB', (32,32), (v,)*3).save(path/name/f'{i}.png')
 """
-    counts = "\nprint('=== in slices')\nlearn.fit(1)\nc = learn.accumulate_step.counts; print(c.n_micro, c.n_steps)"
+    counts = "\nlearn.fit(1)\nc = learn.accumulate_step.counts; print(c.n_micro, c.n_steps)"
     head,body = code.split('dls =', 1)
     (tmp_path/'readme.py').write_text(head+images+'dls ='+body+counts)
     out = sh(sys.executable, '-W', 'ignore', 'readme.py', cwd=tmp_path, env={**os.environ, 'PYTHONPATH':str(root)})
-    first,last = out.split('=== in slices')
-    assert 'batch norm' not in first, 'the first example is exact, so it prints no doubt about batch norm'
-    assert last.split()[-2:]==['16','1'], 'an epoch of 76 images in batches of 16, in slices of 4: one step'
+    assert 'batch norm' not in out, 'the examples are exact, so they print no doubt about batch norm'
+    assert out.split()[-2:]==['4','1'], 'an epoch of 76 images in batches of 16: one step'
 
 def test_one_way_imports():
     "`loss` knows nothing of `core`"
