@@ -99,7 +99,7 @@ class Meter(Callback):
         if not n_try: self.order = -math.inf   # before callbacks that keep what the model returns, as those of RNNs do
     def after_pred(self):
         if not self.n_try: raise CancelFitException
-    def after_step(self): self.has_stepped = True
+    def before_step(self): self.has_stepped = True   # as the last one, so nobody has cancelled the step
     def after_batch(self):
         self.n_batch += 1
         if not self.has_stepped and self.n_batch<20: return   # a scaler of float16 skips the first steps

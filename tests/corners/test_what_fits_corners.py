@@ -62,8 +62,13 @@ def test_segmentation():
 def test_mixed_precision():
     plain,mixed = check(learner()),check(learner(cbs=OnCpu(torch.bfloat16)))
     assert mixed.ways[0].peak<.8*plain.ways[0].peak
-    scaled = check(learner(cbs=OnCpu()))   # its scaler skips steps
+    scaled = check(learner(cbs=OnCpu()))
     assert .95<scaled.ways[0].peak/plain.ways[0].peak<1.05
+    def large(pred, y): return 64*F.cross_entropy(pred, y)
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(576, 500), nn.Linear(500, 3))
+    few,skips = (learner(deepcopy(flat), cbs=OnCpu(init_scale=s)) for s in (2.**10,2.**127))   # the first steps
+    for o in few,skips: o.loss_func = large
+    assert .95<check(skips).ways[0].peak/check(few).ways[0].peak<1.05   # with the state of the optimizer
     assert not torch.is_autocast_cpu_enabled()
 
 def test_what_was_there_before_does_not_count():
