@@ -93,7 +93,8 @@ def generator_of(device):
     if d.type=='cpu': return torch.default_generator
     if d.type=='mps': return torch.mps._get_default_mps_generator()
     on = getattr(torch, d.type)
-    return on.default_generators[on.current_device() if d.index is None else d.index]
+    current = on.current_device()   # before it is asked, there may be no generators
+    return on.default_generators[current if d.index is None else d.index]
 
 class RandomState(Held):
     "The random states of Python, NumPy and PyTorch, on the CPU and on `devices`"

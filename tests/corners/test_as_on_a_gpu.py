@@ -3,6 +3,7 @@ import threading
 from harness import *
 from test_exact import X2,Y2,draws,same
 from fastai_accum.exact.draws import Draw,batch_dims
+from fastai_accum.held import generator_of
 from fastai_accum.know import prove as know_prove
 from fastai_accum.know.trial import Middles,in_double
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,3 +75,11 @@ def test_a_copy_is_made_where_it_is_needed():
     m = nn.Linear(50, 50)
     with Made(): copy = in_double(m, 'meta')
     assert copy.weight.device.type=='meta' and copy.weight.dtype==torch.float64 and max(seen, default=0)<50*50
+
+@pytest.mark.parametrize('device', ['cuda','cuda:0'])
+def test_generators_before_the_gpu_is_used(device, monkeypatch):
+    "PyTorch makes them when CUDA begins, such as for a learner that has not trained yet"
+    g = torch.Generator()
+    def begin(): monkeypatch.setattr(torch.cuda, 'default_generators', (g,)); return 0
+    monkeypatch.setattr(torch.cuda, 'current_device', begin)
+    assert generator_of(device) is g
