@@ -176,7 +176,9 @@ class Blind(Callback):
 # %% ../../nbs/know/prove.ipynb #19c1107c
 def run(model, batches, n_inp, cbs=(), blind=False):
     "Train `model` on `batches` with the callbacks `cbs`; return what was seen"
-    batches = tree_map(double, deepcopy(batches))   # the model may change its input
+    device = next(model.parameters()).device   # some devices have no float64
+    def own(o): return double(o.to(device)) if isinstance(o, Tensor) else o
+    batches = tree_map(own, deepcopy(batches))   # the model may change its input
     dls = SimpleNamespace(train=batches, loaders=[batches], n_inp=n_inp)
     learn = Learner(dls, model, plain_loss, SGD, cbs=[Seen(),*[Blind()]*blind], default_cbs=False)
     seen = train(learn, cbs, [FairCoins(), *[AtNorms(by_itself),Alike()]*blind]).seen

@@ -1,5 +1,6 @@
 "What PyTorch does in another way on a GPU, done on the CPU: no GPU is needed"
 import threading
+from contextlib import suppress
 from harness import *
 from test_exact import X2,Y2,draws,same
 from fastai_accum.exact.draws import Draw,batch_dims
@@ -83,3 +84,10 @@ def test_generators_before_the_gpu_is_used(device, monkeypatch):
     def begin(): monkeypatch.setattr(torch.cuda, 'default_generators', (g,)); return 0
     monkeypatch.setattr(torch.cuda, 'current_device', begin)
     assert generator_of(device) is g
+
+def test_batches_move_before_they_become_float64(monkeypatch):
+    "An MPS device has no float64; `meta` stands in for the device of the trial"
+    seen = []
+    monkeypatch.setattr(know_prove, 'double', lambda o: seen.append(o.device.type) or o)
+    with suppress(Exception): know_prove.run(nn.Linear(2, 2, device='meta'), [(torch.ones(3, 2), torch.ones(3))]*3, 1)
+    assert {*seen}=={'meta'}
