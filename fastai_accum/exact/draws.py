@@ -98,8 +98,8 @@ def _batch_dim(x, y, n, m):
     return ds[0],y[ds[0]]//m
 
 # %% ../../nbs/exact/draws.ipynb #63225203
-_instead = ("If this is a text_classifier_learner, give it a seq_len as long as your longest text; otherwise leave "
-            "exact out, or take GradientCheckpointing() instead of MicroBatch")
+_instead = ("If this is a text_classifier_learner, give it and its TextDataLoaders a seq_len as long as your longest "
+            "text; otherwise leave exact out, or take GradientCheckpointing() instead of MicroBatch")
 _by_steps = ("Let PyTorch compute attention step by step: call fit inside of "
              "`with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):`, or leave exact out")
 
