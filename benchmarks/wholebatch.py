@@ -84,9 +84,10 @@ def dropout(w, pairs):
     "The time of `exact` against plain slices, where calls of Python cost more than numbers: 16 texts as 4 × 4"
     def text(**kwargs):
         torch.manual_seed(0)
-        batches = [(torch.randint(100, (16,8)), torch.randint(10, (16,))) for _ in range(16)]
-        dls = DataLoaders(DataLoader(batches, bs=None), DataLoader(batches, bs=None))
-        learn = Learner(dls, Words(w), nn.CrossEntropyLoss(), SGD, lr=1e-3, cbs=[NoValid(),MicroBatch(4, **kwargs)])
+        device = default_device()
+        batches = [(torch.randint(100, (16,8), device=device), torch.randint(10, (16,), device=device)) for _ in range(16)]
+        dls = DataLoaders(DataLoader(batches, bs=None), DataLoader(batches, bs=None), device=device)
+        learn = Learner(dls, Words(w).to(device), nn.CrossEntropyLoss(), SGD, lr=1e-3, cbs=[NoValid(),MicroBatch(4, **kwargs)])
         learn.remove_cb(ProgressCallback); learn.logger = noop
         with contextlib.redirect_stdout(io.StringIO()): learn.fit(1)   # with the proof
         return learn

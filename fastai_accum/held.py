@@ -173,7 +173,7 @@ class Turns:
     def __call__(self, k):
         s = self.state
         if self.own[k]: self.own[k].restore()
-        else: s.held.restore(); s.lend()
+        else: s.held.restore(); s.lend(); RandomState(s.random.devices).restore()   # or cuDNN goes on with its own masks
         try: yield
         finally: self.own[k] = Held(s.objects)
 

@@ -27,7 +27,8 @@ from ..memory.offload import Host
 # %% ../../nbs/exact/lockstep.ipynb #791e3844
 def handed_on(f):
     "`f` for another thread, where PyTorch then is as it is now in this thread"
-    kinds = ['cpu'] + [o for o in ('cuda','xpu','mps') if getattr(torch, o).is_available()]
+    kinds = ['cpu'] + [o for o in ('cuda','xpu') if getattr(torch, o).is_available()]
+    if torch.backends.mps.is_available(): kinds.append('mps')
     now = dict(cache_enabled=torch.is_autocast_cache_enabled())
     around = [torch.autocast(o, torch.get_autocast_dtype(o), torch.is_autocast_enabled(o), **now) for o in kinds]
     around.append(torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad())

@@ -85,7 +85,7 @@ def watch(state, forward, xb):
         look()
         still = {i for i,b in lent.items() if id(b) in norms}   # running statistics
         moved = state.moved(lent)-still
-    buffers = [(bs,k) for bs,k in state.places if id(bs[k]) in moved]
+    buffers = [(bs,k) for bs,k in state.places if id(bs[k]) in moved or id(bs) in changed]
     changed.update((id(bs), bs) for bs,_ in buffers)
     return SimpleNamespace(draws=draws.draws, inside={o.inside for o in draws.draws}, norms=norms, still=still,
                            objects=list(changed.values()), buffers=buffers)

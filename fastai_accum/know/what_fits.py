@@ -125,6 +125,7 @@ class Way:
 
     callbacks = property(lambda o: o.make())   # fresh ones at each access
     is_same   = property(lambda o: o.same==_same)
+    def __repr__(self): return f'{self.line or "as it is"} ({self.same})'
 
 # %% ../../nbs/know/what_fits.ipynb #3a17c584
 _ours = MicroBatch,GradientCheckpointing,OffloadActivations

@@ -30,10 +30,10 @@ class GradientCheckpointing(Callback):
     def __init__(self,
         blocks:Callable|list|None=None # A list of modules, or `module -> bool`; `None` finds them
     ):
-        is_f = callable(blocks) and not isinstance(blocks, (nn.Module,L))
+        is_f = callable(blocks) and not isinstance(blocks, (nn.Module,L,type))
         if not (blocks is None or is_f or isinstance(blocks, (list,tuple,L))):
-            raise ValueError("GradientCheckpointing: blocks must be a list of modules, a function module -> bool, "
-                             f"or None, got {_short(blocks)}")
+            raise ValueError("GradientCheckpointing: blocks must be a list of modules, a function module -> bool such "
+                             f"as risinstance(MyBlock), or None, got {_short(blocks)}")
         self.blocks = blocks if blocks is None or is_f else list(blocks)
 
     def before_fit(self):

@@ -358,9 +358,10 @@ def refuse(pat, blocks=None, make=None):
     with pytest.raises(ValueError, match=pat): learn.gradient_checkpointing(blocks).fit(1)
 
 def test_refused():
-    must = 'blocks must be a list of modules, a function module -> bool, or None, got'
+    must = r'blocks must be a list of modules, a function module -> bool such as risinstance\(MyBlock\), or None, got'
     for o in (3, 'layer1'): refuse(f'{must} {o!r}', o)
     refuse('blocks must be a list .* got Odd', lambda m: m.body[0])
+    with pytest.raises(ValueError, match=r'or None, got .*Linear'): GradientCheckpointing(nn.Linear)
     refuse(r'blocks\[1\] is Linear, which is not in the model', lambda m: [m.body[0], nn.Linear(2,2)])
     refuse(r"blocks\[0\] is 'stem', which is not a module; pass modules of learn.model", ['stem'])
     refuse(r'blocks\[0\] is ModuleList, a list of modules, which the model never calls', lambda m: [m.body])

@@ -287,6 +287,7 @@ class Holds(nn.Module):
 def counts(m): m.n += 1; m.obj.n += 1
 def anneals(m): m.t *= .9; m.step += 1
 def centers(m, h): m.center.lerp_(h.detach().mean(0), .1); return 1
+def assigns(m, h): m.center = m.center.lerp(h.detach().mean(0), .1); return 1
 def fills(m, h): m.box['h'] = h; return 1
 def columns_only(m, h): z = torch.zeros_like(h); z[:,:4].normal_(); return 1+z
 def rands(m, h): return m.rng.random()+m.np.random()+torch.rand(1, generator=m.gen).double()
@@ -309,6 +310,7 @@ holds = dict(
     counts  = partial(Holds, lambda m, h: m.n+m.obj.n, counts),
     anneals = partial(Holds, lambda m, h: m.t/m.step, anneals),
     buffer  = partial(Holds, centers),
+    assigns = partial(Holds, assigns),
     fills   = partial(Holds, fills),
     draws   = partial(Holds, rands),
     rows    = partial(Holds, lambda m, h: torch.rand(len(h), 1, generator=m.gen).double()),
