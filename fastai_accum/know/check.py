@@ -172,6 +172,19 @@ class With(GetAttr):
     _default = 'o'
     def __init__(self, o, **attrs): vars(self).update(attrs, o=o)
 
+# %% ../../nbs/know/check.ipynb #c1000018
+@patch
+def weigh(self:Bench, inside):
+    return getattr(self.acc or self.cut, 'weight', None) or partial(loss_weight, inside.loss)
+
+@patch
+def ignored(self:Bench, inside):
+    "Say so if the loss ignores all labels that it got"
+    try: n = float(self.weigh(inside)(*inside.out))
+    except Exception: return   # the loss got nothing, or its weight is not for this
+    if n==0: raise ValueError(f"check_accumulation: the loss ignores all labels of the first {self.n} samples, so there "
+                              "is nothing to compare; pass a larger bs, or load a batch with other labels")
+
 # %% ../../nbs/know/check.ipynb #c1000008
 @patch
 def run(self:Bench, way, on, seed=0, line=''):
@@ -188,6 +201,7 @@ def run(self:Bench, way, on, seed=0, line=''):
                          f"{self.size}; pass bs=4 or more, and load batches of 4 or more") from e
     seen.inside = inside
     if seen.grads: return seen
+    self.ignored(inside)
     raise RuntimeError("check_accumulation: the learner made no step on the first batch; a callback cancelled it")
 
 # %% ../../nbs/know/check.ipynb #c1000009
@@ -237,8 +251,7 @@ def causes(self:Bench):
         is_cause = e>self.tol and abs(e-rest)>1e-6*rest
         if k=='loss':
             self.look = self.seen[1].inside
-            own = getattr(self.acc or self.cut, 'weight', None) or partial(loss_weight, self.look.loss)
-            if rest>self.tol: is_cause = self.loss_error(own)>tol   # the model mixes samples
+            if rest>self.tol: is_cause = self.loss_error(self.weigh(self.look))>tol   # the model mixes samples
         if is_cause: found[k] = e,[*on, k]
         else: on,rest = [*on, k],e
     if (e := self.error(on))>self.tol: found['unknown'] = e,on
@@ -323,6 +336,7 @@ def check(self:Bench):
     err = self.error(on)
     g = self.seen[1].kept['the gradient'][0][1]
     if not g.any() or not g.isfinite().all():
+        self.ignored(self.seen[1].inside)
         what = 'not finite (NaN or infinite); fix this first' if g.any() else (
             'zero, so there is nothing to compare; check that the loss depends on the parameters')
         raise ValueError(f"check_accumulation: the gradient of {self.n} samples is {what}")

@@ -615,6 +615,15 @@ class Leaves(Callback):
 def test_no_step(cb):
     with pytest.raises(RuntimeError, match='made no step on the first batch'): learner(cbs=cb()).check_accumulation()
 
+@pytest.mark.parametrize('cb', [lambda: AccumulateStep(2), lambda: MicroBatch(4), lambda: OffloadActivations(), noop])
+def test_ignored_labels(cb):
+    "All labels that are compared are ignored: 0/0, and no callback is to blame; one that counts is enough"
+    def check(y): return learner(y=y, loss_func=CrossEntropyLossFlat(ignore_index=2), cbs=cb(), shuffle=False).check_accumulation()
+    y = torch.full((64,), 2)
+    with pytest.raises(ValueError, match='ignores all labels of the first'): check(y)
+    y[0] = 1
+    assert not check(y).causes
+
 def test_fastais_callback():
     from fastai.callback.training import GradientAccumulation
     with pytest.raises(ValueError, match='remove it with'): learner(cbs=GradientAccumulation(32)).check_accumulation()
