@@ -78,7 +78,9 @@ class SwitchOff(Callback):
     def run(self, f, *args, **kwargs):
         with ExitStack() as stack:
             if 'batch norm' not in self.on: stack.enter_context(AtNorms(by_itself))
-            if 'dropout' not in self.on: self.dice.restore(); stack.enter_context(Middles())
+            if 'dropout' not in self.on:
+                stack.callback(Held([o for o,_ in self.dice.was]).restore)   # `exact` sees what a model leaves moved
+                self.dice.restore(); stack.enter_context(Middles())
             return f(*args, **kwargs)
 
     def states(self): return [sketch(o) for o,_ in self.dice.was]

@@ -624,6 +624,12 @@ def test_ignored_labels(cb):
     y[0] = 1
     assert not check(y).causes
 
+def test_one_line_for_both():
+    "With batch norm and MixUp, one line is named for both"
+    res = learner(net(nn.BatchNorm1d(5)), cbs=MixUp(), loss_func=CrossEntropyLossFlat()).check_accumulation()
+    assert kinds(res)==['batch norm','augmentation']
+    assert all('exact=True' in o.remedy for o in res.causes), res
+
 def test_fastais_callback():
     from fastai.callback.training import GradientAccumulation
     with pytest.raises(ValueError, match='remove it with'): learner(cbs=GradientAccumulation(32)).check_accumulation()
