@@ -66,7 +66,7 @@ def _repr_html_(self:Check):
 # %% ../../nbs/know/check.ipynb #c1000002
 class SwitchOff(Callback):
     "Switches off in the model what is not `on`, and keeps what the loss gets"
-    order = -math.inf
+    order = 10_001   # after augmentations, which draw for themselves
     def __init__(self, on): self.on = on
     def before_fit(self):
         dice = [o for o,_ in RandomState(accelerators(self.model)).was]
@@ -78,9 +78,7 @@ class SwitchOff(Callback):
     def run(self, f, *args, **kwargs):
         with ExitStack() as stack:
             if 'batch norm' not in self.on: stack.enter_context(AtNorms(by_itself))
-            if 'dropout' not in self.on:
-                stack.callback(Held([o for o,_ in self.dice.was]).restore)   # `exact` sees what a model leaves moved
-                self.dice.restore(); stack.enter_context(Middles())
+            if 'dropout' not in self.on: stack.enter_context(Middles())
             return f(*args, **kwargs)
 
     def states(self): return [sketch(o) for o,_ in self.dice.was]
@@ -88,6 +86,7 @@ class SwitchOff(Callback):
 # %% ../../nbs/know/check.ipynb #c1000003
 @patch
 def before_batch(self:SwitchOff):
+    if 'dropout' not in self.on: self.dice.restore()
     if hasattr(self.model, 'reset'): self.model.reset()
 
 @patch
@@ -184,8 +183,8 @@ def ignored(self:Bench, inside):
     "Say so if the loss ignores all labels that it got"
     try: n = float(self.weigh(inside)(*inside.out))
     except Exception: return   # the loss got nothing, or its weight is not for this
-    if n==0: raise ValueError(f"check_accumulation: the loss ignores all labels of the first {self.n} samples, so there "
-                              "is nothing to compare; pass a larger bs, or load a batch with other labels")
+    if n==0: raise ValueError(f"check_accumulation: the loss ignores all labels of the first {self.n} samples, so "
+                              "there is nothing to compare; pass a larger bs, or load a batch with other labels")
 
 # %% ../../nbs/know/check.ipynb #c1000008
 @patch

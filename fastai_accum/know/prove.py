@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..exact.lockstep import AtNorms
 from ..exact.whole import modes
 from .trial import Middles,double,apart,in_double,train
-from ..memory.checkpointing import GradientCheckpointing
+from ..memory.checkpointing import GradientCheckpointing,find_blocks
 from ..microbatch import MicroBatch
 from ..held import Held,RandomState,accelerators,is_generator
 from ..rewind import is_out_of_memory
@@ -331,8 +331,9 @@ def refuse(who, model, proof):
     how = 'leaves something else behind: '+', '.join(f'{k} (relative error {v:.2g})' for k,v in proof.differs[:3])
     if e is None: where = type(model.get_submodule(proof.where or '')).__name__ + f' {proof.where!r}'*bool(proof.where)
     else: how,where = f"raises {type(e).__name__}: {e}",raised_in(e) or type(model).__name__
-    hint = ("Leave this module out of blocks, or write" if arg==who else
-            f"Leave {arg} out, or write GradientCheckpointing() or")+" OffloadActivations() in its place"
+    ways = ['GradientCheckpointing()']*(arg!=who and len(find_blocks(model))>0) + ['OffloadActivations()']
+    what = 'this module out of blocks' if arg==who else f'{arg} out'
+    hint = f"Leave {what}, or write {' or '.join(ways)} in its place"
     if 'past_key_values' in how: hint = "Set model.config.use_cache=False, since the training does not need this cache"
     elif str(e).startswith(who): raise ValueError(f"{e} (in the {where})") from e
     raise ValueError(f"{who} is not possible: in a trial on a copy, the whole batch is fine, but this way the model "

@@ -117,6 +117,7 @@ cases = dict(
     centre_dropout=(lambda: learner(net(Centre(), nn.Dropout())), {'dropout':'2', 'unknown':'1'}),
     several=(lambda: learner(net(nn.BatchNorm1d(5), nn.Dropout()), rmse, y=targets()),
              {'batch norm':'1', 'dropout':'2', 'loss':'rmse'}),
+    dropout_first=(lambda: learner(net(nn.Dropout(), nn.BatchNorm1d(5))), {'dropout':'1', 'batch norm':'2'}),
     both=(lambda: learner(net(nn.BatchNorm1d(5)), cbs=[AccumulateStep(2), MicroBatch(4)]), {'batch norm':'1'}),
     window_of_exact=(lambda: learner(net(nn.BatchNorm1d(5)), cbs=[AccumulateStep(2), MicroBatch(4, exact=True)]),
                      {'batch norm':'1'}),
