@@ -55,7 +55,7 @@ def sketch(o, size=1000):
         (_,was), = Held([o]).was
         return repr(was.tolist() if isinstance(was, Tensor) else was)
     if not isinstance(o, (Tensor,np.ndarray,float)): return o
-    x = torch.as_tensor(o).detach().as_subclass(Tensor)
+    x = torch.as_tensor(o).detach().to_dense().as_subclass(Tensor)   # a gradient may be sparse
     shape,x = tuple(x.shape),x.to(torch.complex128 if x.is_complex() else torch.float64).flatten()
     if len(x)>size:
         x = F.pad(x*torch.from_numpy(np.resize(_signs, len(x))).to(x.device), (0,-len(x)%size)).view(-1, size).sum(0)

@@ -1,6 +1,6 @@
 """`check_accumulation` on learners with known causes. Each remedy that it names is tried, and the learner stays as
 it was"""
-import _thread,signal,time
+import _thread,signal,time,warnings
 import pytest
 from harness import *
 from fastai.callback.tracker import SaveModelCallback
@@ -630,6 +630,17 @@ def test_one_line_for_both():
     res = learner(net(nn.BatchNorm1d(5)), cbs=MixUp(), loss_func=CrossEntropyLossFlat()).check_accumulation()
     assert kinds(res)==['batch norm','augmentation']
     assert all('exact=True' in o.remedy for o in res.causes), res
+
+def test_sparse_gradients():
+    "Those of an `nn.Embedding(sparse=True)`, which the proof sees too"
+    def make(cb):
+        model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.BatchNorm1d(12), nn.Linear(12, 3))
+        x = torch.randint(0, 9, (64,3))
+        return learner(model, x=x, cbs=cb)
+    assert found(make(AccumulateStep(2)))==['batch norm']
+    learn = make(MicroBatch(3, exact=True))
+    with warnings.catch_warnings(): warnings.simplefilter('error'); learn.fit(1)   # it would warn of a trial that failed
+    assert learn.check_accumulation().error<=tol
 
 def test_fastais_callback():
     from fastai.callback.training import GradientAccumulation
