@@ -11,7 +11,6 @@ __all__ = ['tol', 'held', 'sketch', 'off', 'Seen', 'plain_loss', 'FairCoins', 'A
 
 # %% ../../nbs/know/prove.ipynb #7e343ce2
 import gc,inspect,time,traceback,warnings
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from collections import deque
@@ -21,7 +20,7 @@ from fastai.basics import *
 from fastai.callback.hook import Hook
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from ..exact.lockstep import AtNorms
+from ..exact.lockstep import AtNorms,in_thread
 from ..exact.whole import modes
 from .trial import Middles,double,apart,in_double,train
 from ..memory.checkpointing import GradientCheckpointing,find_blocks
@@ -121,20 +120,15 @@ plain_loss.y_int = True   # for `MixUp`
 
 # %% ../../nbs/know/prove.ipynb #9c0398ef
 class FairCoins(TorchDispatchMode):
-    "A context with fair coins, and random shares near 0 or 1; at its end, the generators that it saw are set back"
+    "A context with fair coins, and random shares near 0 or 1"
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name,kwargs = func._schema.name.split('::')[1],kwargs or {}
-        g = kwargs.get('generator')
-        if g is not None: vars(self).setdefault('was', {}).setdefault(g, g.get_state())
         p = args[1] if name in ('bernoulli','bernoulli_','native_dropout') and len(args)>1 else None
         is_coin = isinstance(p, float) and 0<p<1
         out = func(*(args[0],.5,*args[2:]) if is_coin else args, **kwargs)
         if is_coin and name=='native_dropout': out = args[0]*out[1]/(1-p),out[1]   # a GPU's, which scales too
         if name in ('rand','rand_like','uniform','uniform_'): out.copy_(torch.where(out<.5, out*1e-3, 1-(1-out)*1e-3))
         return out
-    def __exit__(self, *args):
-        for g,state in vars(self).get('was', {}).items(): g.set_state(state)
-        return super().__exit__(*args)
 
 # %% ../../nbs/know/prove.ipynb #a24cbf2b
 def _draw(g):
@@ -233,11 +227,7 @@ def prove(
         copy = in_double(model, device, {id(o):o for o in shared})
         if is_moved: jitter(copy)
         return run(copy, batches, n_inp, cbs(copy), blind)
-    is_cuda = torch.device(device).type=='cuda'
-    begin = partial(torch.cuda.set_stream, torch.cuda.current_stream(device)) if is_cuda else None   # its device too
-    # Ctrl-C waits, and a new thread has no autocast and no modes
-    with apart(model), ThreadPoolExecutor(1, initializer=begin) as pool:
-        return pool.submit(_compare, trial, cbs).result()
+    with apart(model): return in_thread(lambda: _compare(trial, cbs))
 
 # %% ../../nbs/know/prove.ipynb #c2167557
 def _compare(train, cbs):
