@@ -45,14 +45,16 @@ def test_attention_with_a_dropout_of_its_own(name):
     a,b = ([Draw(op, [(n,2,5,8)]*4, [()]*4, 'the Attention', None)] for n in (2,3))
     with pytest.raises(ValueError, match=r'the Attention draws with .*sdpa_kernel.*MATH'): batch_dims(a, b, 2, 3)
 
-def test_the_device_and_the_stream_of_the_proof(monkeypatch):
+def test_the_stream_of_the_proof(monkeypatch):
     "A new thread begins on the first GPU and on its default stream; the proof goes on where the training is"
-    now = threading.local()
-    monkeypatch.setattr(torch.cuda, 'current_stream', lambda device: f'a stream on {device}')
-    monkeypatch.setattr(torch.cuda, 'set_stream', lambda s: setattr(now, 'stream', s))
-    monkeypatch.setattr(know_prove, '_compare', lambda *_: getattr(now, 'stream', None))
-    assert know_prove.prove(nn.Linear(1, 1), [], 1, None, device='cuda:1')=='a stream on cuda:1'
-    assert know_prove.prove(nn.Linear(1, 1), [], 1, None) is None
+    streams = []
+    @contextmanager
+    def stream(s): streams.append((s, threading.current_thread() is threading.main_thread())); yield
+    for k in 'is_available','is_initialized': monkeypatch.setattr(torch.cuda, k, lambda: True)
+    monkeypatch.setattr(torch.cuda, 'current_stream', lambda: 'a stream')
+    monkeypatch.setattr(torch.cuda, 'stream', stream)
+    monkeypatch.setattr(know_prove, '_compare', lambda *_: list(streams))
+    assert know_prove.prove(nn.Linear(1, 1), [], 1, None)==[('a stream', False)]
 
 def test_unsteady_on_a_gpu_and_steady_on_the_cpu(monkeypatch):
     "It trains on the GPU, so nothing is proved there"
