@@ -147,8 +147,6 @@ def by_itself(o, _):
 class Blind(Callback):
     "Makes a run blind to batch norm and to random numbers"
     def before_fit(self):
-        for m in self.model.modules():
-            if 'num_batches_tracked' in m._buffers: m.num_batches_tracked = None   # slices count batches more often
         self.dice = dice(self.model)
         self.model.forward = partial(self.forward, self.model.forward)
     def before_batch(self): self.was = Held(self.dice)
