@@ -256,9 +256,8 @@ def few_samples(b, cut=slices):
 
 def smaller(b):
     "A corner of each image in `b`, and the first tokens of each text"
-    tokens = {o.shape[1] for _,o in leaves(b) if o.ndim==2 and not torch.as_tensor(o).is_floating_point()}
-    def cut(o): return o[...,:64,:64] if o.ndim==4 else o[:,:32] if o.ndim>1 and o.shape[1] in tokens else o
-    return tree_map(cut, b)
+    def is_text(o): return o.ndim==2 and not torch.as_tensor(o).is_floating_point()
+    return tree_map(lambda o: o[...,:64,:64] if o.ndim==4 else o[:,:32] if is_text(o) else o, b)
 
 # %% ../../nbs/know/prove.ipynb #598a4a58
 def tries(model, split, xb, yb):
