@@ -23,26 +23,31 @@ _generators = torch.Generator,random.Random,np.random.RandomState,np.random.Gene
 _containers = dict,list,tuple,set,deque
 _apart = Tensor,np.ndarray,type,FunctionType,MethodType,ModuleType,partial,Callback,Learner
 _hooks = {k for k in vars(nn.Module()) if 'hook' in k or 'persistent' in k}
+_holders = (nn.Module,torch.optim.Optimizer,torch.optim.lr_scheduler.LRScheduler,torch.utils.data.DataLoader,
+            torch.utils.data.Sampler,*_generators,*_containers)
+_alive = {*'IPython ipykernel logging matplotlib multiprocessing pandas queue threading'.split()}   # not ours
 
 def is_generator(o): return isinstance(o, _generators)
 
 @lru_cache(None)
 def _can_change(t):
     "Whether objects of the class `t` can hold something that a forward pass changes"
-    if issubclass(t, (nn.Module,*_generators,*_containers)): return True
-    return t.__dictoffset__!=0 and not issubclass(t, _apart) and not t.__module__.startswith('torch.')
+    if issubclass(t, _holders): return True
+    if t.__dictoffset__==0 or issubclass(t, _apart) or t.__module__.startswith('torch.'): return False
+    return _alive.isdisjoint(k.__module__.partition('.')[0] for k in t.__mro__)
 
 def _contents(o): return o if isinstance(o, _containers) else vars(o)
-
 def items(o):
-    "What `o` holds, with keys, names or numbers"
-    o = () if is_generator(o) else _contents(o)
-    return [(k,v) for k,v in (o.items() if isinstance(o, dict) else enumerate(o)) if k not in _hooks]
+    "What the object `o` holds, with names, keys or numbers, and without hooks"
+    if isinstance(o, nn.Module): return [(k,v) for k,v in vars(o).items() if k not in _hooks]
+    vs = () if is_generator(o) else _contents(o)
+    if len(vs)>10_000: return ()
+    return vs.items() if isinstance(vs, dict) else enumerate(vs)
 
-def held(model):
-    "The modules of `model`, and the objects, lists, dictionaries, sets and generators that they hold"
-    res,level = {},model.modules()
-    for _ in range(4):
+def held(*roots, depth=4):
+    "`roots` and their modules, and the objects, lists, dictionaries, sets and generators that these hold"
+    res,level = {},[m for o in roots for m in (o.modules() if isinstance(o, nn.Module) else [o])]
+    for _ in range(depth):
         new = {id(o):o for o in level if id(o) not in res}
         res.update(new)
         level = [v for o in new.values() for _,v in items(o) if _can_change(type(v))]

@@ -385,7 +385,7 @@ def check_accumulation(self:Learner,
     opt,was = self.opt,None
     try:
         self.opt = None   # its state is not touched
-        was,dl = Remembered(self, self.dls, copies=False),self.dls.train
+        was,dl = Remembered(self, copies=False),self.dls.train
         batch = dl.one_batch() if hasattr(dl, 'one_batch') else first(dl)
         was.put_back()
         with apart(self.model): return Bench(self, was, batch, bs).check()

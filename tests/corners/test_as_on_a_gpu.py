@@ -6,7 +6,7 @@ from test_exact import X2,Y2,draws,same
 from fastai_accum.exact.draws import Draw,batch_dims
 from fastai_accum.held import generator_of
 from fastai_accum.know import prove as know_prove
-from fastai_accum.know.trial import Middles,in_double
+from fastai_accum.know.trial import Middles,apart,in_double
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = needs_exact
@@ -78,6 +78,14 @@ def test_a_copy_is_made_where_it_is_needed():
     m = nn.Linear(50, 50)
     with Made(): copy = in_double(m, 'meta')
     assert copy.weight.device.type=='meta' and copy.weight.dtype==torch.float64 and max(seen, default=0)<50*50
+
+def test_a_trial_does_not_talk_to_other_processes(monkeypatch):
+    "`SyncBatchNorm` wants a GPU if there are processes to talk to"
+    monkeypatch.setattr(torch.distributed, 'is_initialized', lambda: True)
+    m,x = nn.SyncBatchNorm(6).double(),features(4)
+    with pytest.raises(ValueError, match='to be on GPU'): m(x)
+    with apart(m): assert torch.equal(in_double(m, 'cpu')(x), F.batch_norm(x, None, None, training=True))
+    assert torch.distributed.is_initialized()
 
 @pytest.mark.parametrize('device', ['cuda','cuda:0'])
 def test_generators_before_the_gpu_is_used(device, monkeypatch):

@@ -459,14 +459,13 @@ class Plain:
         self.old.mul_(.9)
         return self.t*(1+.1*self.rng.random()+.1*self.np.random())*self.old.mean().item()
 
-holds = dict(attribute=lambda o: o, in_a_list=lambda o: [o], method=lambda o: o.next,
-             part=lambda o: partial(Plain.next, o))
+holds = dict(attribute=lambda o: o, in_a_list=lambda o: [o])
 
 class Holder(nn.Module):
     def __init__(self, hold): super().__init__(); self.body,self.by = small_model(),hold(Plain())
     def forward(self, x):
         o = self.by[0] if isinstance(self.by, list) else self.by
-        return self.body(x)*(o() if callable(o) else o.next())
+        return self.body(x)*o.next()
 
 @pytest.mark.parametrize('where', holds)
 @pytest.mark.parametrize('act', acts)
@@ -497,6 +496,20 @@ def test_plain_object_of_a_callback():
     learn.noise_scale(n_step=2, num_it=4, show_plot=False)
     assert (o.t,len(o.seen),o.inner.n,list(o.by),o.by['n'].item()) == (1.,0,0,['n'],0) and o.old.tolist()==[1,1]
 
+def test_optimizer_and_scheduler_of_pytorch():
+    class Steps(Callback):
+        def before_fit(self):
+            if not hasattr(self, 'sched'): self.sched = torch.optim.lr_scheduler.StepLR(self.opt.opt, 2)
+        def after_batch(self): self.sched.step()
+    learn = Learner(make_dls(96, 8), small_model(), nn.CrossEntropyLoss(), cbs=Steps(),
+                    opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)).remove_cb(ProgressCallback)
+    learn.recorder.smooth_loss = AvgSmoothLoss64()
+    with learn.no_logging(): learn.fit(1)
+    def now(): return str((learn.steps.sched.state_dict(), learn.opt.opt.state_dict()))
+    before = now()
+    with unchanged(learn),learn.no_logging(): learn.fit(1)
+    assert now()==before
+
 def test_freezing_and_moving():
     "`requires_grad`, the dtype and the memory of a parameter come back"
     learn = make_learner(make_dls(96, 8))
@@ -513,18 +526,17 @@ def test_freezing_and_moving():
     learn.fit(1)
 
 class Images:
-    "A dataset in memory, with an order of its own, a table and a generator"
+    "A dataset in memory, with a table and a generator"
     def __init__(self, n=5000):
         self.x,self.y = np.zeros((n,50)),torch.zeros(n,50)
         self.df,self.items,self.rng = pd.DataFrame(self.x),[np.zeros(50) for _ in range(n)],np.random.default_rng(0)
-        self.order = np.arange(n)
     def __len__(self): return 96
     def __getitem__(self, i):
-        if i==0: self.rng.shuffle(self.order)
+        self.rng.random()
         return features(96)[i],classes(96)[i]
 
 def test_data_is_not_copied():
-    "Of a dataset of 8 MB, only the order is copied, also if a callback and the model hold the dataset"
+    "A dataset of 8 MB is not copied, also if a callback and the model hold it; its generator is put back"
     import tracemalloc
     ds = Images()
     class Holds(Callback):
@@ -533,13 +545,13 @@ def test_data_is_not_copied():
     learn = make_learner(DataLoaders(dl, dl), cbs=Holds())
     learn.model.ds = ds
     tracemalloc.start()
-    was = Remembered(learn, learn.dls)
+    was = Remembered(learn)
     size = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert size<5e5, size
-    assert [o is ds.order for o,_ in was.arrays if len(o)==5000]==[True] and not any(t is ds.y for t,*_ in was.tensors)
+    assert not was.arrays and not any(t is ds.y for t,*_ in was.tensors)
     learn.noise_scale(n_step=2, num_it=20, show_plot=False)
-    assert ds.order.tolist()==list(range(5000)) and len(ds.items)==5000
+    assert len(ds.items)==5000
     assert ds.rng.random()==np.random.default_rng(0).random()
 
 def test_what_lives_is_left_alone():
@@ -554,18 +566,6 @@ def test_what_lives_is_left_alone():
     try: learn.noise_scale(n_step=2, num_it=4, show_plot=False)
     finally: q.put(None); learn.logs.thread.join(5)
     assert got==[0,1,2,3] and q.empty()
-
-def test_loaders_alone():
-    "`Remembered(dls)` sets the loaders and the random numbers back, and copies no model"
-    learn = make_learner(make_dls(96, 8))
-    was = Remembered(learn.dls)
-    assert not {id(t) for t,*_ in was.tensors}&set(map(id, learn.model.parameters()))
-    a = learn.dls.train.one_batch(); torch.rand(1); np.random.rand(); random.random()
-    was.restore()
-    drawn = generators()
-    b = learn.dls.train.one_batch()
-    was.restore()
-    assert same(list(a), list(b)) and same(generators(), drawn)
 
 def test_scaler_backs_off():
     "An overflow leaves a window out, the scaler finds its scale, and is what it was afterwards"
