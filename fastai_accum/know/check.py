@@ -230,7 +230,8 @@ def remedies(self:Bench, kind, on):
         vars(cb := copy(self.cbs[0])).update(good)
         return [shown(cb)]
     if good := first(k for k in self.ways if mends(micro(k, self.size))):
-        instead = ' instead of AccumulateStep' if self.is_own and self.acc else ''
+        instead = (' after turn_off_accumulation()' if accumulation_settings() else
+                   ' instead of AccumulateStep' if self.is_own and self.acc else '')
         res.append(f'{shown(micro(good, self.yours or self.size))}{instead}, with the large batch size in the loader')
     if kind=='batch norm':
         res += [o for o in ('learn.add_cb(BatchNormEval())','to_group_norm(learn.model)') if mends(line=o)]
