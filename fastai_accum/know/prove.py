@@ -6,8 +6,8 @@ Docs: https://fastai-accum.github.io/fastai_accum/know/prove.html.md"""
 
 # %% auto #0
 __all__ = ['tol', 'values', 'dice', 'sketch', 'off', 'Seen', 'plain_loss', 'FairCoins', 'Alike', 'by_itself', 'Blind', 'run',
-           'differences', 'first_unlike', 'NotTried', 'Unsteady', 'Proof', 'jitter', 'prove', 'few_samples', 'smaller',
-           'tries', 'settings', 'fresh', 'guard', 'refuse', 'raised_in']
+           'differences', 'first_unlike', 'NotTried', 'Unsteady', 'Proof', 'prove', 'few_samples', 'smaller', 'tries',
+           'settings', 'fresh', 'guard', 'refuse', 'raised_in']
 
 # %% ../../nbs/know/prove.ipynb #7e343ce2
 import gc,time,traceback,warnings
@@ -205,10 +205,6 @@ class Proof:
     where:str=None        # The module where it begins
     raised:Exception=None # What the way has raised, and the whole batch has not
 
-def jitter(model):
-    "Move the parameters of `model` by about the rounding of float64"
-    for p in model.parameters(): p.data *= 1 + 2e-16*torch.randn_like(p)
-
 def prove(
     model:nn.Module, # It stays as it is
     batches:list, # Inputs and targets, as from a loader
@@ -221,7 +217,7 @@ def prove(
     "Train copies of `model` on `batches`, as a whole and with the callbacks, and compare"
     def trial(cbs=lambda _: [], is_moved=False):
         copy = in_double(model, device, {id(o):o for o in shared})
-        if is_moved: jitter(copy)
+        for p in copy.parameters() if is_moved else (): p.data *= 1 + 2e-16*torch.randn_like(p)
         return run(copy, batches, n_inp, cbs(copy), blind)
     with apart(model): return in_thread(lambda: _compare(trial, cbs))
 
@@ -249,10 +245,10 @@ def _compare(train, cbs):
 # %% ../../nbs/know/prove.ipynb #a6924b8f
 def few_samples(b, cut=slices):
     "Three small batches like `b`, of two sizes; `b` itself if it cannot be cut"
-    try: n = sum(len(leaves(o)[0][1]) for o in cut(b, 1))
+    try:
+        if cut is slices and n_rows(b)<6: b = join([b]*6, [n_rows(b)]*6)
+        return [cut(b, k)[0] for k in (6,5,5)]
     except ValueError: return [b]*3
-    if cut is slices and n<6: b = join([b]*6, [n]*6)
-    return [cut(b, k)[0] for k in (6,5,5)]
 
 def smaller(b):
     "A corner of each image in `b`, and the first tokens of each text"
