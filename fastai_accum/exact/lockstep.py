@@ -8,10 +8,10 @@ Docs: https://fastai-accum.github.io/fastai_accum/exact/lockstep.html.md"""
 __all__ = ['handed_on', 'Abandoned', 'Waiting', 'in_thread', 'place', 'Meeting', 'AtNorms', 'Lockstep']
 
 # %% ../../nbs/exact/lockstep.ipynb #c2a69377
-import inspect,threading
+import inspect
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack,contextmanager
 from contextvars import copy_context
-from itertools import chain
 from queue import SimpleQueue
 from types import FunctionType
 from fastai.basics import *
@@ -20,27 +20,24 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode,_get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from .draws import Differs
+from .draws import Differs,running
 from ..held import Hidden,Turns
 from ..memory.offload import Host
 
 # %% ../../nbs/exact/lockstep.ipynb #791e3844
 def handed_on(f):
     "`f` for another thread, where PyTorch then is as it is now in this thread"
-    kinds = ['cpu'] + [o for o in ('cuda','xpu') if getattr(torch, o).is_available()]
-    if torch.backends.mps.is_available(): kinds.append('mps')
-    now = dict(cache_enabled=torch.is_autocast_cache_enabled())
-    around = [torch.autocast(o, torch.get_autocast_dtype(o), torch.is_autocast_enabled(o), **now) for o in kinds]
-    around.append(torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad())
-    has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    if has_cuda: around.insert(0, torch.cuda.stream(torch.cuda.current_stream()))   # this sets the device too
+    around = [torch.autocast(o, torch.get_autocast_dtype(o), cache_enabled=torch.is_autocast_cache_enabled())
+              for o in ('cpu','cuda','xpu',*['mps']*torch.backends.mps.is_available()) if torch.is_autocast_enabled(o)]
+    around.append(torch.set_grad_enabled(torch.is_grad_enabled()))
+    if torch.cuda.is_initialized(): around.append(torch.cuda.stream(torch.cuda.current_stream()))   # its device too
     functions,dispatches = _get_current_function_mode_stack(),_get_current_dispatch_mode_stack()
     def run():
         with ExitStack() as stack:
             for o in around: stack.enter_context(o)
             for m in functions:  torch._C._push_on_torch_function_stack(m)
             for m in dispatches: torch._C._push_on_torch_dispatch_stack(m)
-            f()
+            return f()
     return partial(copy_context().run, run)
 
 # %% ../../nbs/exact/lockstep.ipynb #3fd46b2b
@@ -49,30 +46,29 @@ class Abandoned(BaseException): "Ends a slice that waits, after another slice ha
 class Waiting:
     "Runs `f(self)` in its own thread; `f` can wait in the middle, with `wait`, and goes on at the next `resume`"
     def __init__(self, f):
-        self.f,self.result,self.at,self.done,self.abandoned = f,None,None,False,False
-        self._go,self._back = SimpleQueue(),SimpleQueue()
-        self.thread = threading.Thread(target=handed_on(self._run), daemon=True)
+        self.f,self.run,self.end,self.abandoned = f,handed_on(self._begin),None,False
+        self._go,self._back,self._pool = SimpleQueue(),SimpleQueue(),ThreadPoolExecutor(1)
 
-    def _run(self):
-        error = self._go.get()
-        try:
-            if not self.abandoned: self.result = self.f(self)
-        except BaseException as e: error = e
-        self.done = True
-        self._back.put(error)
+    def _begin(self):
+        self._go.get()   # so that nothing runs if Ctrl-C comes while the thread begins
+        return None if self.abandoned else self.f(self)
 
-    def wait(self, at):
-        "Called by `f`: wait for the next `resume`; `at` says where `f` waits"
-        self.at = at
-        if not self.abandoned: self._back.put(None); self._go.get()
+    def wait(self):
+        "Called by `f`: wait for the next `resume`"
+        if not self.abandoned:
+            self._back.put(None)
+            self._go.get()
         if self.abandoned: raise Abandoned
 
     def resume(self):
-        "Run `f` until it waits or ends; an error in `f` is raised here"
-        if not self.thread.ident: self.thread.start()
+        "Run `f` until it waits or ends; return whether it has ended; an error in `f` is raised here"
+        if not self.end:
+            self.end = self._pool.submit(self.run)
+            self.end.add_done_callback(self._back.put)
         self._go.put(None)
-        error = self._back.get()
-        if error is not None: raise error
+        self._back.get()
+        if self.end.done(): self.result = self.end.result()
+        return self.end.done()
 
     def abandon(self):
         "End the thread where it waits, or where it would wait next if Ctrl-C comes while it runs"
@@ -81,9 +77,8 @@ class Waiting:
 
     def close(self):
         "Wait for the end of the thread"
-        try: self.thread.join()
-        except RuntimeError: pass   # it has not begun, or Ctrl-C came while it began; then it ends by itself
-        self.f = self.result = self.at = None
+        self._pool.shutdown()
+        self.f = self.run = self.end = self.result = None
 
 def in_thread(f):
     "What `f` returns, from its own thread, so that Ctrl-C waits for its end and does not break PyTorch's modes"
@@ -133,8 +128,7 @@ class Meeting:
     def output(self, x, weight, bias):
         "What batch norm returns for the activations `x` of a slice"
         weight,bias = (None if o is None else o.to(self.mean.dtype) for o in (weight,bias))
-        cudnn = torch.backends.cudnn.enabled
-        return torch.batch_norm(x, weight, bias, self.mean, self.var, False, 0., self.args.eps, cudnn)
+        return F.batch_norm(x, self.mean, self.var, weight, bias, eps=self.args.eps)
 
     def bring(self, k, x, dy, host):
         "Slice `k` with the input `x` brings the gradient `dy` of its output; returns its part of dγ and dβ"
@@ -234,7 +228,7 @@ class Lockstep:
         around:Callable=lambda k, norm: AtNorms(norm) # A context for slice `k`, which calls `norm` at each batch norm
     ):
         store_attr()
-        self.host,self.hidden,self.meetings = Host(state.model),Hidden(state.model),[]
+        self.host,self.hidden,self.met = Host(state.model),Hidden(state.model),None   # the last `Meeting`
 
     def run(self):
         "The predictions for each slice"
@@ -242,46 +236,39 @@ class Lockstep:
         slices,turns = [Waiting(partial(self._slice, k)) for k in range(n)],Turns(self.state, n)
         try:
             while True:
+                ended = []
                 for k,s in enumerate(slices):
-                    with turns(k): s.resume()
-                if self._is_over(slices): turns.end(self.sizes); return [s.result for s in slices]
-                met = slices[0].at
-                met.finish()
-                if met.tokens: met.tokens = list(_Meet.apply(met, *met.tokens))
+                    with turns(k): ended.append(s.resume())
+                if any(ended): break
+                self.met.finish()
+                if self.met.tokens: self.met.tokens = list(_Meet.apply(self.met, *self.met.tokens))
+            if not all(ended): self._differ('the end', 'another batch norm')
+            turns.end(self.sizes)
+            return [s.result for s in slices]
         finally:
             for s in slices: s.abandon()   # all of them first, because one may wait for a lock that another holds
             for s in slices: s.close()
 
-    def _is_over(self, slices):
-        "Whether all slices have ended; an error if they are not all at the same place"
-        at = [None if s.done else s.at for s in slices]
-        odd = first(k for k,o in enumerate(at) if o is not at[0])
-        if odd is None: return at[0] is None
-        raise Differs("MicroBatch: exact=True is not possible: "
-            f"slices 1 and {odd+1} take different ways through the model: one comes to {self._name(at[0])}, the other "
-            f"to {self._name(at[odd])}. Slices meet at each batch norm, so the way must not depend on the samples; "
-            "leave exact out")
-
-    def _name(self, met):
-        if met is None: return 'the end'
-        ts,own = chain(self.state.model.named_parameters(), self.state.model.named_buffers()),vars(met.args).values()
-        name = first(k.rpartition('.')[0] for k,t in ts if any(t is o for o in own))
-        return 'a batch norm without parameters' if name is None else f'batch norm {name!r}'
+    def _differ(self, one, other):
+        raise Differs("MicroBatch: exact=True is not possible: slices take different ways through the model: one "
+            f"comes to {one}, the other to {other}. Slices meet at each batch norm, so the way must not depend on the "
+            "samples; leave exact out")
 
     def _slice(self, k, slice):
-        slice.n_norms,norm,i = 0,partial(self._norm, slice, k),sum(self.sizes[:k])
+        norm,i = partial(self._norm, slice, k),sum(self.sizes[:k])
         with self.hidden.rows(i, self.sizes[k], sum(self.sizes)),self.around(k, norm),self.host.hooks():
             return self.forward(*self.parts[k])
 
     def _norm(self, slice, k, o, _):
         "Slice `k` has come to a batch norm"
         x,o.input = o.input,None
-        if k==0: self.meetings.append(Meeting(o))
-        met = self.meetings[slice.n_norms] if slice.n_norms<len(self.meetings) else None
-        slice.n_norms += 1
-        if met is None or place(met.args)!=place(o): slice.wait(Meeting(o))   # `_is_over` raises the error
+        if k==0: self.met = Meeting(o)
+        met = self.met
+        if met is None or len(met.n)!=k or place(met.args)!=place(o):
+            self._differ(running(self.state.model) or 'a batch norm', 'another place')
         if torch.is_grad_enabled(): return self._pass(slice, k, met, x, o).as_subclass(type(x))
-        met.take(x); slice.wait(met)
+        met.take(x)
+        slice.wait()
         return met.output(x, o.weight, o.bias)
 
     def _pass(self, slice, k, met, x, o):
@@ -289,7 +276,7 @@ class Lockstep:
         token,self.baton = _Arrive.apply(x.as_subclass(Tensor), one, met, k, self.host)
         arrived = token.grad_fn
         met.tokens.append(token)
-        with _parked(x, arrived, self.host): slice.wait(met)
+        with _parked(x, arrived, self.host): slice.wait()
         token,met.tokens[k] = met.tokens[k],None   # since the token leads to `met` again
         return _Leave.apply(token, self.baton, o.weight, o.bias, x.detach().as_subclass(Tensor), arrived)
 

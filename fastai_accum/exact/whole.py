@@ -25,8 +25,7 @@ class Whole:
     def __init__(self,
         micro # The `MicroBatch` that cuts the batches
     ):
-        self.model,was = get_model(micro.learn.model),getattr(micro, 'way', None)   # of the epoch before
-        self.plans = was.plans if isinstance(was, Whole) and was.model is self.model else {}
+        self.model,self.plans = get_model(micro.learn.model),{}
         if micro.learn.cbs.filter(risinstance(GradientCheckpointing)):
             raise ValueError("MicroBatch: exact=True and GradientCheckpointing cannot be combined; remove "
                              "GradientCheckpointing, since exact=True keeps the activations on the host already")
@@ -40,27 +39,24 @@ class Whole:
             try: return self.run_slices(self.plan(state, forward, xb, sum(sizes), cut), state, forward, parts, sizes)
             except BaseException: state.restore(); raise
         try: return run()
-        except Differs: self.plans.clear()   # something was switched since the plan was made
+        except Differs: self.plans.clear()   # such as layers that are left out at random: this batch needs a new plan
         return run()
 
 # %% ../../nbs/exact/whole.ipynb #28d41b96
 def refuse(model):
     "Refuse a model whose batch norms or random numbers cannot be seen from outside"
     for name,m in model.named_modules():
-        compiled = hasattr(m, 'get_compiler_config') or getattr(m, '_compiled_call_impl', None)
-        what = ('is compiled by torch.jit' if isinstance(m, torch.jit.ScriptModule) else
-                'is compiled by torch.compile' if compiled else
-                'runs in its own threads' if isinstance(m, nn.DataParallel) else
-                'synchronises over processes' if isinstance(m, nn.SyncBatchNorm) and num_distrib()>1 else None)
-        if what:
+        is_compiled = hasattr(m, 'get_compiler_config') or getattr(m, '_compiled_call_impl', None)
+        is_synced = isinstance(m, nn.SyncBatchNorm) and num_distrib()>1
+        if is_compiled or is_synced or isinstance(m, (torch.jit.ScriptModule,nn.DataParallel)):
             raise ValueError(f"MicroBatch: exact=True cannot see into the {type(m).__name__} {name or 'model'!r}, "
-                             f"which {what}; leave exact out, or train without this")
+                             "which is compiled or runs in several threads or processes; leave exact out")
 
 # %% ../../nbs/exact/whole.ipynb #cfefb39c
 @patch
 def plan(self:Whole, state, forward, xb, n, cut):
     "What two runs have found for a batch of these shapes"
-    key = self.model.training,*[(tuple(o.shape),o.dtype) for _,o in leaves(xb)]
+    key = modes(self.model),*[(tuple(o.shape),o.dtype) for _,o in leaves(xb)]
     if key not in self.plans:
         k = min(2, n-1)
         a,b = (in_thread(partial(watch, state, forward, cut(xb, i)[0][0])) for i in (k,k+1))
@@ -79,12 +75,11 @@ def watch(state, forward, xb):
         two = torch.cat([o.input,o.input])   # batch norm refuses one sample
         return F.batch_norm(two, None, None, o.weight, o.bias, True, 0., o.eps)[:len(o.input)]
     at = AtNorms(note)
-    with state.again() as lent:
+    with state.again():
         first = Held(state.objects)
         with Draws(lambda: (running(state.model),at.at)) as draws,at: forward(*tree_map(_copy, xb))
         look()
-        moved = state.moved(lent)-{i for i,b in lent.items() if id(b) in norms}   # without running statistics
-    buffers = [(bs,k) for bs,k in state.places if id(bs[k]) in moved or id(bs) in changed]
+        buffers = [(bs,k) for bs,k in state.places if id(bs.get(k)) not in norms]   # no running statistics
     changed.update((id(bs), bs) for bs,_ in buffers)
     return SimpleNamespace(draws=draws.draws, inside={o.inside for o in draws.draws}, norms=norms,
                            objects=list(changed.values()), buffers=buffers)
@@ -94,9 +89,9 @@ def _copy(o): return o.clone() if isinstance(o, Tensor) else o.copy()   # the mo
 # %% ../../nbs/exact/whole.ipynb #8b1a0a5b
 def modes(model):
     "What can be switched in a model: its modules, and their attributes that are flags, texts, or numbers that are 0"
-    def flag(v): return v!=0 if type(v) is float else v   # a temperature may move
-    def flags(m): return ((k, flag(v)) for k,v in vars(m).items() if type(v) in (bool,str,float))
-    return tuple((type(m), id(m), *flags(m)) for m in model.modules())
+    def now(v): return v!=0 if type(v) is float else v   # a temperature may move
+    return tuple((type(m), id(m), *((k, now(v)) for k,v in vars(m).items() if type(v) in (bool,str,float)))
+                 for m in model.modules())
 
 # %% ../../nbs/exact/whole.ipynb #7b374706
 @patch
@@ -111,13 +106,15 @@ def run_slices(self:Whole, plan, state, forward, parts, sizes):
         dealt.end()
     args = start,forward,parts,sizes,deal
     preds = Lockstep(*args).run() if plan.norms else one_by_one(*args)
+    if any(not g.get_state().equal(deck.ends.get(g, was)) for g,was in state.random.was[len(shared):]):
+        raise Differs(f"{_differs} draws with another function than {_before}")
     deck.end()
     return preds
 
 # %% ../../nbs/exact/whole.ipynb #92a2a093
-def alone(o, f):
-    raise Differs("MicroBatch: exact=True is not possible: the model comes to a batch norm, although it came to none "
-                  "with the first samples of the batch")
+_differs,_before = "MicroBatch: exact=True is not possible: the model","with the first samples of the epoch"
+
+def alone(o, f): raise Differs(f"{_differs} comes to a batch norm, although it came to none {_before}")
 
 # %% ../../nbs/exact/whole.ipynb #6dcd3e54
 MicroBatch.whole = Whole

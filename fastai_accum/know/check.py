@@ -23,10 +23,9 @@ from ..slices import leaves,slices,tree_map
 from ..windows import batch_size,n_of
 from .trial import Given,Middles,apart,double,eager,train
 from .unchanged import Remembered
-if hasattr(torch, 'get_autocast_dtype'):
-    from fastai_accum.exact.lockstep import AtNorms
-    from fastai_accum.exact.whole import refuse
-    from fastai_accum.know.prove import Seen,by_itself,first_unlike,off,plain_loss
+from ..exact.lockstep import AtNorms
+from ..exact.whole import refuse
+from .prove import Seen,by_itself,first_unlike,off,plain_loss
 
 # %% ../../nbs/know/check.ipynb #fb7b5acc
 @dataclass
@@ -271,8 +270,6 @@ def check_accumulation(self:Learner,
     "Check whether micro-batches give the same gradient as the large batch, and find the causes if they do not"
     if type(bs) is not int or bs<2:
         raise ValueError(f"check_accumulation: bs must be an int of at least 2, got {bs!r}")
-    if not hasattr(torch, 'get_autocast_dtype'):
-        raise RuntimeError(f"check_accumulation: PyTorch 2.4 or later is needed, this is {torch.__version__}")
     opt,was = self.opt,None
     try:
         self.opt = None   # its state is not touched

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]/'benchmarks'))
 from common import peak_bytes
 
 if not hasattr(torch, 'get_autocast_dtype'):
-    pytest.skip('check_accumulation needs PyTorch 2.4 or later, as its error says', allow_module_level=True)
+    pytest.skip('check_accumulation needs PyTorch 2.4 or later, as the README says', allow_module_level=True)
 
 @pytest.fixture(autouse=True)
 def _seed():
