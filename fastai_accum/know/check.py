@@ -224,8 +224,7 @@ def remedies(self:Bench, kind, on):
     "The lines to write; each was tried"
     mends,res = partial(self.mends, on),[]
     def micro(k, bs): return MicroBatch(bs, split=getattr(self.cut, 'split', None), **{k:True})
-    settings = self.settings() if kind=='loss' else ()
-    if good := first(o for o in settings if mends(size=1, **o)):
+    if kind=='loss' and (good := first(o for o in self.settings() if mends(size=1, **o))):
         vars(cb := copy(self.cbs[0])).update(good)
         return [shown(cb)]
     if good := first(k for k in self.ways if mends(micro(k, self.size))):

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from ..exact.lockstep import AtNorms,in_thread
 from ..exact.whole import modes
-from .trial import Middles,double,apart,in_double,train
+from .trial import CopiesTo,Middles,apart,in_double,train
 from ..memory.checkpointing import GradientCheckpointing,find_blocks
 from ..microbatch import MicroBatch
 from ..held import Held,RandomState,accelerators,held,is_generator,items
@@ -44,9 +44,8 @@ _signs = np.random.default_rng(0).choice([-1.,1.], 10_007)   # a prime number, s
 
 def sketch(o, size=1000):
     "What is kept of `o` to compare it: its shape and a small tensor, or a value"
-    if is_generator(o):
-        (_,was), = Held([o]).was
-        return repr(was.tolist() if isinstance(was, Tensor) else was)
+    if is_generator(o): o = Held([o]).was[0][1]   # its state
+    if isinstance(o, (dict,tuple)): return repr(o)
     if not isinstance(o, (Tensor,np.ndarray,float)): return o
     x = torch.as_tensor(o).detach().to_dense().as_subclass(Tensor)   # a gradient may be sparse
     shape,x = tuple(x.shape),x.to(torch.complex128 if x.is_complex() else torch.float64).flatten()
@@ -166,9 +165,7 @@ class Blind(Callback):
 # %% ../../nbs/know/prove.ipynb #19c1107c
 def run(model, batches, n_inp, cbs=(), blind=False):
     "Train `model` on `batches` with the callbacks `cbs`; return what was seen"
-    device = next(model.parameters()).device   # some devices have no float64
-    def own(o): return double(o.to(device)) if isinstance(o, Tensor) else o
-    batches = tree_map(own, deepcopy(batches))   # the model may change its input
+    with CopiesTo(next(model.parameters()).device): batches = deepcopy(batches)   # the model may change its input
     dls = SimpleNamespace(train=batches, loaders=[batches], n_inp=n_inp)
     learn = Learner(dls, model, plain_loss, SGD, cbs=[Seen(),*[Blind()]*blind], default_cbs=False)
     seen = train(learn, cbs, [FairCoins(), *[AtNorms(by_itself),Alike()]*blind]).seen
