@@ -14,17 +14,19 @@ from collections import deque
 from contextlib import contextmanager
 from functools import lru_cache
 from operator import is_
-from types import FunctionType,MethodType,ModuleType
+from types import CellType,FunctionType,MethodType,ModuleType
 from fastai.basics import *
+from .replace import Lent
 from .slices import join,keys,leaves,tree_map
 
 # %% ../nbs/held.ipynb #4d8e1dc8
 _generators = torch.Generator,random.Random,np.random.RandomState,np.random.Generator
 _containers = dict,list,tuple,set,deque
-_apart = Tensor,np.ndarray,type,FunctionType,MethodType,ModuleType,partial,Callback,Learner
+_apart = Tensor,np.ndarray,type,MethodType,ModuleType,Callback,Learner,Lent
+_functions = FunctionType,partial
 _hooks = {k for k in vars(nn.Module()) if 'hook' in k or 'persistent' in k}
 _holders = (nn.Module,torch.optim.Optimizer,torch.optim.lr_scheduler.LRScheduler,torch.utils.data.DataLoader,
-            torch.utils.data.Sampler,*_generators,*_containers)
+            torch.utils.data.Sampler,*_generators,*_containers,*_functions)
 _alive = {*'IPython ipykernel logging matplotlib multiprocessing pandas queue threading'.split()}   # not ours
 
 def is_generator(o): return isinstance(o, _generators)
@@ -32,14 +34,17 @@ def is_generator(o): return isinstance(o, _generators)
 @lru_cache(None)
 def _can_change(t):
     "Whether objects of the class `t` can hold something that a forward pass changes"
+    if issubclass(t, _apart): return False
     if issubclass(t, _holders): return True
-    if t.__dictoffset__==0 or issubclass(t, _apart) or t.__module__.startswith('torch.'): return False
+    if t.__dictoffset__==0 or t.__module__.startswith('torch.'): return False
     return _alive.isdisjoint(k.__module__.partition('.')[0] for k in t.__mro__)
 
 def _contents(o): return o if isinstance(o, _containers) else vars(o)
 def items(o):
     "What the object `o` holds, with names, keys or numbers, and without hooks"
     if isinstance(o, nn.Module): return [(k,v) for k,v in vars(o).items() if k not in _hooks]
+    if isinstance(o, partial): o = [o.func, *o.args, *o.keywords.values()]
+    if isinstance(o, FunctionType): o = [c.cell_contents for c in o.__closure__ or () if c!=CellType()]
     vs = () if is_generator(o) else _contents(o)
     if len(vs)>10_000: return ()
     return vs.items() if isinstance(vs, dict) else enumerate(vs)
@@ -51,7 +56,7 @@ def held(*roots, depth=4):
         new = {id(o):o for o in level if id(o) not in res}
         res.update(new)
         level = [v for o in new.values() for _,v in items(o) if _can_change(type(v))]
-    return list(res.values())
+    return [o for o in res.values() if not isinstance(o, _functions)]
 
 # %% ../nbs/held.ipynb #3f0a6c12
 def _get(o):

@@ -28,8 +28,8 @@ from ..slices import join,leaves,n_rows,slices,tree_map
 # %% ../../nbs/know/prove.ipynb #d1db444a
 def values(model):
     "The tensors, numbers, texts and generators that `model` holds, each with its path"
-    paths = {id(m):f'model.{k}' if k else 'model' for k,m in model.named_modules()}
-    for o in held(model):
+    paths = defaultdict(lambda: 'model', {id(m):f'model.{k}' for k,m in model.named_modules() if k})
+    for o in held(model, depth=20):
         for k,v in items(o):
             at = paths[id(o)] if k in ('_parameters','_buffers') else f'{paths[id(o)]}.{k}'
             paths.setdefault(id(v), at)
