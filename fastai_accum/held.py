@@ -26,7 +26,7 @@ _apart = Tensor,np.ndarray,type,MethodType,ModuleType,Callback,Learner,Lent
 _functions = FunctionType,partial
 _hooks = {k for k in vars(nn.Module()) if 'hook' in k or 'persistent' in k}
 _holders = (nn.Module,torch.optim.Optimizer,torch.optim.lr_scheduler.LRScheduler,torch.utils.data.DataLoader,
-            torch.utils.data.Sampler,*_generators,*_containers,*_functions)
+            torch.utils.data.Dataset,torch.utils.data.Sampler,*_generators,*_containers,*_functions)
 _alive = {*'IPython ipykernel logging matplotlib multiprocessing pandas queue threading'.split()}   # not ours
 
 def is_generator(o): return isinstance(o, _generators)
@@ -218,4 +218,5 @@ def _have_rows(vs, sizes, old):
 def _mean(vs, sizes, old):
     if old is None or any(v is None or v.shape!=old.shape for v in vs): return vs[-1]
     if not old.is_floating_point(): return old.copy_(vs[-1])
-    return old.copy_(vs[0]+sum(n*(v-vs[0]) for n,v in zip(sizes, vs))/sum(sizes))
+    moves = (n*torch.where(v==vs[0], 0., v-vs[0]) for n,v in zip(sizes, vs))   # a mask may have -inf
+    return old.copy_(vs[0]+sum(moves)/sum(sizes))

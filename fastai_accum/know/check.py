@@ -204,7 +204,7 @@ def mends(self:Bench, on, cb=None, line='', **kwargs):
     except Exception: return False
 
 # %% ../../nbs/know/check.ipynb #c1000015
-_counts = '({}!=0)','({}>0)','({}>=0)','({}!=-100)','(~{}.isnan())','{}'   # of these, the sum
+_counts = '({}!=0)','({}!=-100)','({}>=0)','({}>0)','(~{}.isnan())','{}'   # of these, the sum
 
 class Line(str):
     "The text of a function, which can be called"

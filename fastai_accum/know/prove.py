@@ -255,7 +255,7 @@ def smaller(b):
 # %% ../../nbs/know/prove.ipynb #598a4a58
 def tries(model, split, xb, yb):
     "Batches and devices to try"
-    b = (*xb,*yb) if split else (*xb,leaves(xb)[0][1])   # a target, which the loss of a trial does not look at
+    b = (*xb,*yb) if split else (*xb,leaves((*xb,*yb))[0][1])   # a target, which the loss of a trial does not look at
     device,few = next(model.parameters()).device,few_samples(b, split or slices)
     devices = dict.fromkeys([str(device), 'cpu'] if device.type!='mps' else ['cpu'])   # MPS has no float64
     return [(o,d) for o in ([few] if split else [smaller(few),few]) for d in devices]

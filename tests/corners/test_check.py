@@ -203,6 +203,13 @@ def test_weighted_or_coupled():
     assert weighted=='AccumulateStep(n_step=2, weight=lambda pred, *yb: (yb[0]!=0).sum())'
     assert all(o.startswith('MicroBatch(bs=8, coupled=True)') for o in others), others
 
+def test_weight_of_a_mask_of_minus_100():
+    "Class 0 counts, also if none of the few samples has it"
+    def loss(p, y): return F.cross_entropy(p, y.clamp(min=0), reduction='none')[y!=-100].mean()
+    y = torch.tensor([1,2,-100,1,-100,2,1,2]*8)
+    cause, = learner(loss_func=loss, y=y, shuffle=False).check_accumulation().causes
+    assert cause.remedy=='AccumulateStep(n_step=2, weight=lambda pred, *yb: (yb[0]!=-100).sum())'
+
 def test_weight_of_settings():
     "The line keeps the other settings"
     check = learner(loss_func=masked, cbs=AccumulateStep(n_samples=32, drop_last=False)).check_accumulation()

@@ -554,6 +554,14 @@ def test_data_is_not_copied():
     assert len(ds.items)==5000
     assert ds.rng.random()==np.random.default_rng(0).random()
 
+@pytest.mark.parametrize('part', [lambda ds: torch.utils.data.Subset(ds, range(96)), lambda ds: torch.utils.data.ConcatDataset([ds])])
+def test_a_dataset_in_one_of_pytorch(part):
+    "The generator of an augmentation goes back there, too"
+    ds = Images()
+    dl = DataLoader(part(ds), bs=8)
+    make_learner(DataLoaders(dl, dl)).noise_scale(n_step=2, num_it=4, show_plot=False)
+    assert ds.rng.random()==np.random.default_rng(0).random()
+
 def test_what_lives_is_left_alone():
     "A queue that a thread reads is not set back"
     q,got = queue.Queue(),[]
