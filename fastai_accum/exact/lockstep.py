@@ -8,8 +8,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/exact/lockstep.html.md"""
 __all__ = ['handed_on', 'Abandoned', 'Waiting', 'in_thread', 'place', 'Meeting', 'AtNorms', 'Lockstep']
 
 # %% ../../nbs/exact/lockstep.ipynb #c2a69377
-import inspect
-from concurrent.futures import ThreadPoolExecutor
+import inspect,threading
 from contextlib import ExitStack,contextmanager
 from contextvars import copy_context
 from queue import SimpleQueue
@@ -46,29 +45,30 @@ class Abandoned(BaseException): "Ends a slice that waits, after another slice ha
 class Waiting:
     "Runs `f(self)` in its own thread; `f` can wait in the middle, with `wait`, and goes on at the next `resume`"
     def __init__(self, f):
-        self.f,self.run,self.end,self.abandoned = f,handed_on(self._begin),None,False
-        self._go,self._back,self._pool = SimpleQueue(),SimpleQueue(),ThreadPoolExecutor(1)
+        self.f,self.result,self.done,self.abandoned = f,None,False,False
+        self._go,self._back = SimpleQueue(),SimpleQueue()
+        self.thread = threading.Thread(target=handed_on(self._run), daemon=True)
 
-    def _begin(self):
-        self._go.get()   # so that nothing runs if Ctrl-C comes while the thread begins
-        return None if self.abandoned else self.f(self)
+    def _run(self):
+        error = self._go.get()
+        try:
+            if not self.abandoned: self.result = self.f(self)
+        except BaseException as e: error = e
+        self.done = True
+        self._back.put(error)
 
     def wait(self):
         "Called by `f`: wait for the next `resume`"
-        if not self.abandoned:
-            self._back.put(None)
-            self._go.get()
+        if not self.abandoned: self._back.put(None); self._go.get()
         if self.abandoned: raise Abandoned
 
     def resume(self):
         "Run `f` until it waits or ends; return whether it has ended; an error in `f` is raised here"
-        if not self.end:
-            self.end = self._pool.submit(self.run)
-            self.end.add_done_callback(self._back.put)
+        if not self.thread.ident: self.thread.start()
         self._go.put(None)
-        self._back.get()
-        if self.end.done(): self.result = self.end.result()
-        return self.end.done()
+        error = self._back.get()
+        if error is not None: raise error
+        return self.done
 
     def abandon(self):
         "End the thread where it waits, or where it would wait next if Ctrl-C comes while it runs"
@@ -77,8 +77,9 @@ class Waiting:
 
     def close(self):
         "Wait for the end of the thread"
-        self._pool.shutdown()
-        self.f = self.run = self.end = self.result = None
+        try: self.thread.join()
+        except RuntimeError: pass   # it has not begun, or Ctrl-C came while it began; then it ends by itself
+        self.f = self.result = None
 
 def in_thread(f):
     "What `f` returns, from its own thread, so that Ctrl-C waits for its end and does not break PyTorch's modes"

@@ -269,6 +269,7 @@ def check_accumulation(self:Learner,
     "Check whether micro-batches give the same gradient as the large batch, and find the causes if they do not"
     if type(bs) is not int or bs<2:
         raise ValueError(f"check_accumulation: bs must be an int of at least 2, got {bs!r}")
+    if not self.dls: raise ValueError("check_accumulation: the learner has no training loader; set `learn.dls`")
     opt,was = self.opt,None
     try:
         self.opt = None   # its state is not touched

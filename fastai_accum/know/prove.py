@@ -107,26 +107,22 @@ def after_train(self:Seen):
 # %% ../../nbs/know/prove.ipynb #1e5b4519
 def plain_loss(pred, *yb, **kwargs):
     "A mean over samples, each computed by itself; it is not linear, as that has no gradient behind a batch norm"
-    xs = [o.as_subclass(Tensor) for _,o in leaves(pred) if o.is_floating_point() and o.numel()]
+    found = (v for o in held([pred]) for _,v in items(o) if isinstance(v, Tensor) and v.is_floating_point())
+    xs = [v.as_subclass(Tensor) for v in found if v.numel()]
     return sum((1+(x-.3)**2).sqrt().mean() for x in xs)
 plain_loss.y_int = True   # for `MixUp`
 
 # %% ../../nbs/know/prove.ipynb #9c0398ef
 class FairCoins(TorchDispatchMode):
-    "A context with fair coins, and random shares near 0 or 1; at its end, the generators that it saw are set back"
+    "A context with fair coins, and random shares near 0 or 1"
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name,kwargs = func._schema.name.split('::')[1],kwargs or {}
-        g = kwargs.get('generator')
-        if g is not None: vars(self).setdefault('was', {}).setdefault(g, g.get_state())
         p = args[1] if name in ('bernoulli','bernoulli_','native_dropout') and len(args)>1 else None
         is_coin = isinstance(p, float) and 0<p<1
         out = func(*(args[0],.5,*args[2:]) if is_coin else args, **kwargs)
         if is_coin and name=='native_dropout': out = args[0]*out[1]/(1-p),out[1]   # a GPU's, which scales too
         if name in ('rand','rand_like','uniform','uniform_'): out.copy_(torch.where(out<.5, out*1e-3, 1-(1-out)*1e-3))
         return out
-    def __exit__(self, *args):
-        for g,state in vars(self).get('was', {}).items(): g.set_state(state)
-        return super().__exit__(*args)
 
 # %% ../../nbs/know/prove.ipynb #a24cbf2b
 def _draw(g):
