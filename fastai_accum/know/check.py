@@ -145,7 +145,7 @@ def run(self:Bench, way, on, seed=0, line=''):
     train(learn, [seen, SwitchOff(on, seed), *cbs], seed=seed)
     if seen.grads: return seen
     raise RuntimeError("check_accumulation: the learner made no step on the first batch; a callback cancelled it, or "
-                       "the loss ignores all labels")
+                       "the loss ignores all labels; then pass a larger bs, or load a batch with other labels")
 
 # %% ../../nbs/know/check.ipynb #c1000009
 @patch
