@@ -625,7 +625,9 @@ def test_no_step(cb):
 @pytest.mark.parametrize('cb', [lambda: AccumulateStep(2), lambda: MicroBatch(4), lambda: OffloadActivations(), noop])
 def test_ignored_labels(cb):
     "All labels that are compared are ignored: 0/0, and no callback is to blame; one that counts is enough"
-    def check(y): return learner(y=y, loss_func=CrossEntropyLossFlat(ignore_index=2), cbs=cb(), shuffle=False).check_accumulation()
+    def check(y):
+        loss = CrossEntropyLossFlat(ignore_index=2)
+        return learner(y=y, loss_func=loss, cbs=cb(), shuffle=False).check_accumulation()
     y = torch.full((64,), 2)
     with pytest.raises((ValueError,RuntimeError), match='the loss ignores? all'): check(y)
     y[0] = 1
@@ -645,7 +647,9 @@ def test_sparse_gradients():
         return learner(model, x=x, cbs=cb)
     assert found(make(AccumulateStep(2)))==['batch norm']
     learn = make(MicroBatch(3, exact=True))
-    with warnings.catch_warnings(): warnings.simplefilter('error'); learn.fit(1)   # it would warn of a trial that failed
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')   # it would warn of a trial that failed
+        learn.fit(1)
     assert learn.check_accumulation().error<=tol
 
 def test_fastais_callback():

@@ -554,7 +554,8 @@ def test_data_is_not_copied():
     assert len(ds.items)==5000
     assert ds.rng.random()==np.random.default_rng(0).random()
 
-@pytest.mark.parametrize('part', [lambda ds: torch.utils.data.Subset(ds, range(96)), lambda ds: torch.utils.data.ConcatDataset([ds])])
+@pytest.mark.parametrize('part', [lambda ds: torch.utils.data.Subset(ds, range(96)),
+                                  lambda ds: torch.utils.data.ConcatDataset([ds])])
 def test_a_dataset_in_one_of_pytorch(part):
     "The generator of an augmentation goes back there, too"
     ds = Images()
