@@ -185,7 +185,10 @@ class Turns:
     def __call__(self, k):
         s = self.state
         if self.own[k]: self.own[k].restore()
-        else: s.held.restore(); s.lend(); RandomState(s.random.devices).restore()   # or cuDNN goes on with its own masks
+        else:
+            s.held.restore()
+            s.lend()
+            RandomState(s.random.devices).restore()   # or cuDNN goes on with its own masks
         try: yield
         finally: self.own[k] = Held(s.objects)
 

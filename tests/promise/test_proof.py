@@ -169,8 +169,8 @@ def test_dropped_out_samples_do_not_hide_a_mistake():
 def test_nothing_stays_in_memory(way):
     "A model may lead to its learner, as a hook does; neither it nor the copies of the proof stay"
     def sevens(): return [o for o in gc.get_objects() if type(o) is nn.Parameter and o.shape==(7,8)]
-    ms = nn.Linear(196, 8),nn.Linear(8, 7),nn.Linear(7, 196)
-    m = net(nn.Sequential(nn.Flatten(), *ms, nn.Unflatten(1, (4,7,7))))
+    m = net(nn.Sequential(nn.Flatten(), nn.Linear(196, 8), nn.Linear(8, 7), nn.Linear(7, 196),
+                          nn.Unflatten(1, (4,7,7))))
     learn = learner(m, ways[way](m), n=8)
     m.lead = lambda: learn
     learn.fit(1)
