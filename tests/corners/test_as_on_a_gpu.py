@@ -5,7 +5,7 @@ from harness import *
 from test_exact import X2,Y2,draws,same
 from fastai_accum.exact.draws import Draw,batch_dims
 from fastai_accum.held import generator_of
-from fastai_accum.know import prove as know_prove
+from fastai_accum.know import prove as know_prove,trial as know_trial
 from fastai_accum.know.trial import Middles,apart,in_double
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -98,6 +98,6 @@ def test_generators_before_the_gpu_is_used(device, monkeypatch):
 def test_batches_move_before_they_become_float64(monkeypatch):
     "An MPS device has no float64; `meta` stands in for the device of the trial"
     seen = []
-    monkeypatch.setattr(know_prove, 'double', lambda o: seen.append(o.device.type) or o)
+    monkeypatch.setattr(know_trial, 'double', lambda o: seen.append(o.device.type) or o)
     with suppress(Exception): know_prove.run(nn.Linear(2, 2, device='meta'), [(torch.ones(3, 2), torch.ones(3))]*3, 1)
     assert {*seen}=={'meta'}
