@@ -4,11 +4,8 @@
     def test_gradient_clip(works): works(*pair(GradientClip))
 
 `make works` runs them all and writes `works_with.json`, which the page reads."""
-import fastai,importlib,json,pytest,re,sys
+import importlib,json,pytest,re,sys
 from harness import *
-
-if tuple(map(int, fastai.__version__.split('.')[:2])) < (2,8):
-    pytest.skip(f'the page "Works with" is about fastai 2.8, and this is {fastai.__version__}', allow_module_level=True)
 
 def row(group, name, compared='everything', tol=TOL, note=''):
     """Mark a test as evidence for a row: `compared` with the large batch up to `tol`; several tests, or cases of

@@ -18,7 +18,7 @@ class GradAccumDtype(Callback):
     """Sum the gradients of a window in `dtype`, and cast their mean to the dtype of the parameter at the boundary
 
     Example: `cbs=[AccumulateStep(4), GradAccumDtype()]`, for a model in bfloat16 or float16. It takes the memory of one
-    copy of the gradients in `dtype`, needs PyTorch 2.1, and refuses `DistributedDataParallel`.
+    copy of the gradients in `dtype`, and refuses `DistributedDataParallel`.
     https://fastai-accum.github.io/fastai_accum/extras/precision.html"""
     order,run_valid = -math.inf,False  # so all other callbacks see complete gradients
     win = sums = None                  # the window, and the sums of its gradients
@@ -29,8 +29,6 @@ class GradAccumDtype(Callback):
     ):
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or torch.finfo(dtype).bits<16:
             raise ValueError(f"GradAccumDtype: dtype must be a floating dtype such as torch.float32, got {dtype!r}")
-        if not hasattr(Tensor, 'register_post_accumulate_grad_hook'):
-            raise RuntimeError("GradAccumDtype: PyTorch 2.1 or later is needed, to take each gradient when it is ready")
         self.dtype = dtype
 
 # %% ../../nbs/extras/precision.ipynb #6a951add

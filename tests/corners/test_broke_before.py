@@ -196,8 +196,7 @@ def test_a_penalty_once_a_window(event):
 W = tensor([1.,10.,3.]).double()
 def rare(): y = classes(76); y[:20] = 0; return y
 def ignoring(): y = classes(76); y[:20] = -100; return y
-compile = partial(torch.compile, backend='eager') if hasattr(torch, 'compile') else None
-@pytest.mark.skipif(compile is None, reason='compiles a model or a loss, and torch.compile came with PyTorch 2.0')
+compile = partial(torch.compile, backend='eager')
 @pytest.mark.parametrize('name', ['compiled','scripted','compiled_function','compiled_partial','scripted_function'])
 @pytest.mark.filterwarnings('ignore:.*torch.jit.*')
 def test_compiled_losses(name):

@@ -110,21 +110,13 @@ cases = dict(
     scaled_sum= dict(cbs=[AccumulateStep(4, average=False), OnCpu(init_scale=2.**10, growth_interval=2)], dls=uneven()),
     clipped   = dict(cbs=[AccumulateStep(4), GradientClip(1e-3)], dls=uneven()),
     sparse    = dict(cbs=[AccumulateStep(4)], model=Sparse(), splitter=trainable_params, opt_func=partial(SGD, mom=0)),
-    unused    = dict(cbs=[AccumulateStep(4)], model=Unused(), splitter=trainable_params))
-if has_dtype: cases.update(
+    unused    = dict(cbs=[AccumulateStep(4)], model=Unused(), splitter=trainable_params),
     dtype     = dict(cbs=[AccumulateStep(4), GradAccumDtype(torch.float64)], dls=uneven(),
                      loss=nn.CrossEntropyLoss(weight=W)),
     dtype_sum = dict(cbs=[AccumulateStep(4, average=False), GradAccumDtype(torch.float64), OnCpu(init_scale=64.)],
                      dls=uneven()))
 
-def scales_sparse():
-    "Whether PyTorch scales sparse gradients in one call, as `AccumulateStep` does; 1.12 cannot"
-    try: torch._foreach_mul_([torch.eye(2).to_sparse()], 2.)
-    except NotImplementedError: return False
-    return True
-
-no_sparse = pytest.mark.skipif(not scales_sparse(), reason='this PyTorch cannot scale sparse gradients in one call')
-@pytest.mark.parametrize('name', [pytest.param(o, marks=no_sparse) if o=='sparse' else o for o in cases])
+@pytest.mark.parametrize('name', cases)
 def test_sums(name, recwarn):
     "The sums of the hooks are those of stored gradients"
     kw = dict(cases[name])
@@ -298,8 +290,7 @@ def test_batch_norm():
 
 @pytest.mark.parametrize('cbs,match', [(noop, 'has no AccumulateStep.*n_step=2'),
     (lambda: MicroBatch(4, coupled=True), r'MicroBatch\(bs=4, coupled=True\).*without coupled'),
-    pytest.param(lambda: MicroBatch(4, exact=True), 'without coupled=True and exact=True', marks=needs_exact)],
-    ids=['no windows','coupled','exact'])
+    (lambda: MicroBatch(4, exact=True), 'without coupled=True and exact=True')], ids=['no windows','coupled','exact'])
 def test_refused(cbs, match):
     learn = make_learner(make_dls(96, 8), cbs=[*L(cbs()), NoiseScale()])
     with pytest.raises(ValueError, match=f'NoiseScale: .*{match}'): learn.fit(1)
@@ -657,8 +648,7 @@ def test_not_beyond_the_epoch(capsys):
         return
     assert False, 'no scale was above the epoch'
 
-@pytest.mark.parametrize('kw', [dict(coupled=True), pytest.param(dict(exact=True), marks=needs_exact),
-                                dict(bs='auto', coupled=True)], ids=str)
+@pytest.mark.parametrize('kw', [dict(coupled=True), dict(exact=True), dict(bs='auto', coupled=True)], ids=str)
 def test_line_to_write(kw):
     "What the refusal of a callback that shows the whole batch says to write, works"
     learn = make_learner(make_dls(96, 8), cbs=MicroBatch(**{**dict(bs=4), **kw}))
@@ -765,7 +755,6 @@ def several(rank, world, folder):
                f'{folder}/out{rank}')
     dist.barrier(); dist.destroy_process_group()
 
-@needs_scaler
 def test_two_processes(tmp_path):
     "Both record the sums over the micro-batches of both"
     here = Path(__file__).resolve().parent
@@ -814,7 +803,7 @@ def test_order_of_a_sampler(idxs):
     dl = torch.utils.data.DataLoader(Items(features(96), classes(96)), batch_size=8, sampler=Orders(idxs))
     learn,was = make_learner(DataLoaders(dl, dl)),idxs.tolist()
     learn.noise_scale(n_step=2, num_it=4, show_plot=False)
-    if hasattr(torch, 'get_autocast_dtype'): learn.check_accumulation()   # needs PyTorch 2.4
+    learn.check_accumulation()
     assert idxs.tolist()==was
 
 def test_loaders_of_few_batches():

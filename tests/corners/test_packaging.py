@@ -1,6 +1,6 @@
 """What a release ships: a wheel and an sdist that install, complete metadata, a README that PyPI can show, and an
 import that costs little"""
-import json,os,re,subprocess,sys,tarfile,zipfile
+import json,os,re,subprocess,sys,tarfile,tomllib,zipfile
 from configparser import ConfigParser
 from email import message_from_string
 from pathlib import Path
@@ -116,7 +116,6 @@ def test_pages_exist(name):
     assert pages and not missing, missing
 
 def test_stated_once():
-    tomllib = pytest.importorskip('tomllib', reason='reads pyproject.toml, and tomllib comes with Python 3.11')
     proj = tomllib.loads((root/'pyproject.toml').read_text())['project']
     assert set(proj['dynamic'])=={'version','dependencies',
                                   'optional-dependencies'} and 'version' not in proj and 'dependencies' not in proj

@@ -151,7 +151,6 @@ def test_both_kinds():
         assert (a.skip_non_finite.n_micro,a.skip_non_finite.n_steps)==(2,2)
     assert all(p.isfinite().all() for p in a.model.parameters())
 
-@needs_scaler
 @pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
 def test_scalers(dtype):
     "A scaler that overflows skips its own step and lowers its scale; one that is switched off leaves it to us"

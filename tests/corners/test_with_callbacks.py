@@ -203,7 +203,6 @@ compiler = pytest.mark.skipif(not shutil.which('g++'), reason='compiles a model 
 @pytest.mark.parametrize('backend', ['aot_eager', pytest.param('inductor', marks=compiler)])
 @pytest.mark.filterwarnings('ignore')
 def test_compile(backend, works):
-    if not hasattr(torch, 'compile'): pytest.skip('compiles a model, and `torch.compile` came with PyTorch 2')
     works(*pair(model=lambda: torch.compile(small_model(), backend=backend), splitter=trainable_params))
     torch._dynamo.reset()
 
