@@ -1,8 +1,9 @@
 import json,random,sys
+from contextlib import suppress
 from pathlib import Path
 import numpy as np,pytest,torch
-# corners use the promise's cases
-for o in 'corners','promise': sys.path.insert(0, str(Path(__file__).resolve().parent/o))
+# corners use the promise's cases, and `fakegpu` is in simulated
+for o in 'corners','promise','simulated': sys.path.insert(0, str(Path(__file__).resolve().parent/o))
 # the tensors are tiny, and threads that wait for each other make a busy machine ten times slower
 torch.set_num_threads(1)
 
@@ -10,6 +11,48 @@ torch.set_num_threads(1)
 def seeds():
     "A test does the same in each run, whatever ran before it"
     random.seed(0); np.random.seed(0); torch.manual_seed(0)
+
+def pytest_collection_finish(session):
+    """Load the simulated accelerator if a test asks for it, and only then: it belongs to the whole process. PyTorch
+    counts devices at the first backward pass of all, so it is too late within a test"""
+    if not any({'device','fakegpu'} & set(o.fixturenames) for o in session.items): return
+    with suppress(ModuleNotFoundError): import fakegpu
+
+@pytest.fixture
+def fakegpu(monkeypatch):
+    "The simulated accelerator, as the module `torch.fakegpu`: a test ends without races and limits, and is put back"
+    try: import fakegpu as simulated
+    except ModuleNotFoundError as e: pytest.skip(str(e))
+    devices = range(simulated.device_count())
+    def clean():
+        found = simulated.races(),[simulated.stats(d)['limit'] for d in devices]
+        for d in devices:
+            simulated.set_limit(None, d)
+            simulated.reset_peak_memory_stats(d)
+            simulated.set_stream(simulated.default_stream(d))
+        simulated.set_device(0)
+        simulated.manual_seed_all(0)
+        return found
+    clean()
+    from fastai.callback import fp16   # which names 'cuda'
+    monkeypatch.setattr(fp16, 'autocast', lambda _, **kwargs: torch.autocast('fakegpu', **kwargs))
+    monkeypatch.setattr(fp16, 'GradScaler', lambda _, **kwargs: torch.amp.GradScaler('fakegpu', **kwargs))
+    yield simulated
+    races,limits = clean()
+    assert not races, races
+    assert not any(limits), f'a limit was left: {limits}'
+
+@pytest.fixture(params=['cpu','fakegpu:0'])
+def device(request, monkeypatch):
+    "The CPU, and the simulated accelerator: there is the data of `make_dls`, and so the model"
+    import harness
+    on_cpu = request.param=='cpu'
+    gpu = None if on_cpu else request.getfixturevalue('fakegpu')
+    def total(): return 0 if on_cpu else sum(gpu.stats(d)['total'] for d in range(gpu.device_count()))
+    monkeypatch.setattr(harness.here, 'device', torch.device(request.param))
+    before = total()
+    yield harness.here.device
+    assert on_cpu or total()>before, 'nothing was on the device'
 
 results = {}   # of the rows of the page "Works with", by group and name
 

@@ -12,14 +12,6 @@ from fastai_accum.microbatch import MicroBatch
 
 TOL = 1e-12
 
-needs_exact = pytest.mark.skipif(not hasattr(torch, 'get_autocast_dtype'),
-                                 reason='MicroBatch(exact=True) needs PyTorch 2.4 or later, as its error says')
-# what `GradAccumDtype` needs, which came with PyTorch 2.1
-has_dtype   = hasattr(Tensor, 'register_post_accumulate_grad_hook')
-needs_dtype = pytest.mark.skipif(not has_dtype, reason='GradAccumDtype needs PyTorch 2.1 or later, as its error says')
-needs_scaler = pytest.mark.skipif(not hasattr(torch.amp, 'GradScaler'),
-                                  reason='uses a loss scaler on the CPU, which came with PyTorch 2.3')
-
 class AvgSmoothLoss64(AvgSmoothLoss):
     "`AvgSmoothLoss` starts from a float32 zero, which float64 losses cannot be mixed with"
     def reset(self): self.count,self.val = 0,torch.zeros((), dtype=torch.float64)
@@ -44,6 +36,8 @@ class Micro(Callback):
     def before_batch(self):
         if self.training: self.i += 1
 
+here = SimpleNamespace(device=None)   # where the data of `make_dls` goes: the fixture `device` sets it
+
 HALF = {torch.float16:2**-11, torch.bfloat16:2**-8}   # what one rounding may change, relative
 
 class OnCpu(MixedPrecision):
@@ -53,7 +47,6 @@ class OnCpu(MixedPrecision):
         super().__init__(**kwargs)
         self.dtype = dtype
     def before_fit(self):
-        if needs_scaler.args[0]: pytest.skip(needs_scaler.kwargs['reason'])
         self.kwargs['enabled'] = self.dtype is not torch.bfloat16
         self.autocast = torch.amp.autocast('cpu', dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None)
         self.learn.scaler,self.scales = torch.amp.GradScaler('cpu', **self.kwargs),L()
@@ -113,7 +106,8 @@ def make_dls(n, bs, y=None, drop_last=False, skip=(), shuffle=True, x=None, vali
     x,y = features(n) if x is None else x, classes(n) if y is None else y
     random.seed(0)
     trn = DataLoader(Items(x, y, skip), bs=bs, shuffle=shuffle, drop_last=drop_last)
-    return DataLoaders(trn, DataLoader(Items(x[:24], tuple(o[:24] for o in tuplify(y))), bs=valid_bs))
+    return DataLoaders(trn, DataLoader(Items(x[:24], tuple(o[:24] for o in tuplify(y))), bs=valid_bs),
+                       device=here.device)
 
 def make_learner(dls, model=None, loss_func=None, opt_func=Adam, cbs=None, **kwargs):
     kwargs = {**dict(lr=0.02, splitter=halves), **kwargs}
@@ -153,7 +147,7 @@ def rel(a, b, path=''):
         return max((rel(x, y, f'{path}[{i}]') for i,(x,y) in enumerate(zip(a,b))), default=(0.,path))
     if b is None or isinstance(b, (str,bool)): return (0. if a==b else math.inf),f'{path}: {a} for {b}'
     if a is None: return math.inf,f'{path}: None for {b}'
-    a,b = torch.as_tensor(a, dtype=torch.float64),torch.as_tensor(b, dtype=torch.float64)
+    a,b = (torch.as_tensor(o, dtype=torch.float64, device='cpu') for o in (a,b))
     if a.shape!=b.shape: return math.inf,f'{path}: shape {tuple(a.shape)} for {tuple(b.shape)}'
     if not torch.equal(a.isnan(), b.isnan()): return math.inf,f'{path}: NaN in other places'
     a,b = a.nan_to_num(),b.nan_to_num()
