@@ -9,6 +9,7 @@ __all__ = ['is_out_of_memory', 'WindowState']
 
 # %% ../nbs/rewind.ipynb #6e1e0963
 from fastai.basics import *
+from .devices import Autocast
 from .held import *
 
 # %% ../nbs/rewind.ipynb #a340aa38
@@ -23,12 +24,11 @@ class WindowState(ModelState):
     "What a window of `learn` can change before its step, as it is now"
     def __init__(self, learn, metrics=()): # `metrics`: those of the training set
         super().__init__(nn.ModuleList(o for o in (learn.model,learn.loss_func) if isinstance(o, nn.Module)))
-        self.learn,self.n_autocast,self.metrics = learn,n_autocast(),[(vars(o),_copy(vars(o))) for o in metrics]
+        self.learn,self.autocast,self.metrics = learn,Autocast(),[(vars(o),_copy(vars(o))) for o in metrics]
 
     def restore(self):
         learn = self.learn
-        for autocast in learn.cbs.attrgot('autocast').filter():
-            while n_autocast()>self.n_autocast: autocast.__exit__(None, None, None)
+        self.autocast.restore()
         learn.xb,learn.yb,learn.pred,learn.loss,learn.loss_grad = (None,),(None,),None,None,None
         for now,was in self.metrics: now.update(_copy(was))
         super().restore()
@@ -36,9 +36,3 @@ class WindowState(ModelState):
 # %% ../nbs/rewind.ipynb #f81ed9c0
 def _copy(d):
     return {k:v.clone() if isinstance(v, Tensor) else v.copy() if hasattr(v, 'copy') else v for k,v in d.items()}
-
-# %% ../nbs/rewind.ipynb #87923af3
-def n_autocast():
-    "The number of open autocast contexts"
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()

@@ -1,5 +1,4 @@
 "What PyTorch does in another way on a GPU, done on the CPU: no GPU is needed"
-import threading
 from contextlib import suppress
 from harness import *
 from test_exact import X2,Y2,draws,same
@@ -8,8 +7,6 @@ from fastai_accum.held import generator_of
 from fastai_accum.know import prove as know_prove,trial as know_trial
 from fastai_accum.know.trial import Middles,apart,in_double
 from torch.utils._python_dispatch import TorchDispatchMode
-
-pytestmark = needs_exact
 
 @pytest.fixture
 def dropouts():
@@ -44,17 +41,6 @@ def test_attention_with_a_dropout_of_its_own(name):
     op = getattr(torch.ops.aten, f'_scaled_dot_product_{name}_attention').default
     a,b = ([Draw(op, [(n,2,5,8)]*4, [()]*4, 'the Attention', None)] for n in (2,3))
     with pytest.raises(ValueError, match=r'the Attention draws with .*sdpa_kernel.*MATH'): batch_dims(a, b, 2, 3)
-
-def test_the_stream_of_the_proof(monkeypatch):
-    "A new thread begins on the first GPU and on its default stream; the proof goes on where the training is"
-    streams = []
-    @contextmanager
-    def stream(s): streams.append((s, threading.current_thread() is threading.main_thread())); yield
-    for k in 'is_available','is_initialized': monkeypatch.setattr(torch.cuda, k, lambda: True)
-    monkeypatch.setattr(torch.cuda, 'current_stream', lambda: 'a stream')
-    monkeypatch.setattr(torch.cuda, 'stream', stream)
-    monkeypatch.setattr(know_prove, '_compare', lambda *_: list(streams))
-    assert know_prove.prove(nn.Linear(1, 1), [], 1, None)==[('a stream', False)]
 
 def test_unsteady_on_a_gpu_and_steady_on_the_cpu(monkeypatch):
     "It trains on the GPU, so nothing is proved there"
