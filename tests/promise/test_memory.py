@@ -1,0 +1,288 @@
+"""Memory of a device: what a step takes, what happens when it runs out, and that nothing of it stays.
+
+The simulated accelerator counts every byte and has limits. A training step is measured with its gradients allocated
+before, as a share of the same step with the large batch."""
+import gc,os,threading,weakref
+import pytest
+from harness import *
+from fastai_accum.all import *
+from fastai_accum.devices import n_autocast
+from fastai_accum.memory.offload import Host
+
+there = pytest.mark.parametrize('device', ['fakegpu:0'], indirect=True)
+
+class Block(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(c, c, 3, padding=1, bias=False) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(c) for _ in range(2))
+    def forward(self, x):
+        a,b = zip(self.convs, self.norms)
+        return F.relu(x + b[1](b[0](F.relu(a[1](a[0](x))))))   # no variable holds on to what is between
+
+def six_blocks(c=16):
+    torch.manual_seed(0)
+    head = nn.AdaptiveAvgPool2d(1),nn.Flatten(),nn.Linear(c, 3)
+    return nn.Sequential(nn.Conv2d(3, c, 3, padding=1), *[Block(c) for _ in range(6)], *head)
+
+class NoValid(Callback):
+    def before_validate(self): raise CancelValidException
+
+def get_learner(*cbs, model=six_blocks, n=32, px=32, n_batches=1):
+    set_seed(0)
+    x,y = torch.randn(n*n_batches, 3, px, px),torch.randint(3, (n*n_batches,))
+    dls = DataLoaders(*(DataLoader(Items(x, y), bs=n, device=here.device) for _ in range(2)), device=here.device)
+    learn = Learner(dls, model(), nn.CrossEntropyLoss(), SGD, lr=1e-3, cbs=[NoValid(),*cbs])
+    learn.remove_cb(ProgressCallback)
+    learn.logger = noop
+    return learn
+
+def let_go(learn):
+    "Of the last batch and its graph, as the next fit would"
+    learn._end_cleanup()
+    learn.loss_grad = None
+    gc.collect()
+
+def step_bytes(learn, fakegpu):
+    "What a step takes at its peak; afterwards the device and the host are as before"
+    learn.fit(1)   # with the proof, and with what stays
+    let_go(learn)
+    def now(): return fakegpu.memory_allocated(),fakegpu.pinned_stats()['now']
+    before = now()
+    fakegpu.reset_peak_memory_stats()
+    learn.fit(1)
+    peak = fakegpu.max_memory_allocated()
+    let_go(learn)
+    assert now()==before
+    return peak-before[0]
+
+# ---- what a step takes
+
+@there
+def test_a_step_takes_a_small_part(device, fakegpu, capsys):
+    large = step_bytes(get_learner(), fakegpu)
+    def share(*cbs): return step_bytes(get_learner(*cbs), fakegpu)/large
+    halves = [share(MicroBatch(n, exact=True)) for n in (8,4)]
+    assert halves[0]<=.11 and halves[1]<halves[0], halves
+    found = share(OffloadActivations())
+    assert found<=.16, found
+    found = share(MicroBatch(8))
+    assert found<=.26, found
+
+@there
+def test_a_plain_chain_is_cut_into_blocks(device, fakegpu):
+    "Of 24 layers, about five in each block"
+    def model():
+        torch.manual_seed(0)
+        layers = [o for k in range(8) for o in (nn.Conv2d(8 if k else 3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    a,b = (step_bytes(get_learner(*cbs, model=model), fakegpu) for cbs in ([GradientCheckpointing()],[]))
+    assert a/b<=.55, a/b
+
+# ---- copies beside the model
+
+ways = dict(offload=lambda: OffloadActivations(), exact=lambda: MicroBatch(8, exact=True))
+
+def proved(k):
+    "A learner after its first fit, with the proof, which would refuse copies that race with the model"
+    learn = get_learner(ways[k]())
+    learn.fit(1)
+    return learn
+
+def races(learn, fakegpu):
+    learn.fit(1)
+    let_go(learn)
+    fakegpu.synchronize()
+    return fakegpu.races()
+
+@there
+@pytest.mark.parametrize('k', ways)
+def test_a_missing_wait_is_found(k, device, fakegpu, monkeypatch):
+    "The test of the test: without its waits, the copies race with the model"
+    learn = proved(k)
+    assert not races(learn, fakegpu)
+    def fetch(self, o):
+        "As `_fetch`, but nobody waits for the copy"
+        if o.ahead is None: self._start(o)
+        (t,_),o.ahead = o.ahead,None
+        return t
+    monkeypatch.setattr(Host, '_fetch', fetch)
+    assert any('reads what' in o for o in races(learn, fakegpu))
+
+@there
+@pytest.mark.parametrize('k', ways)
+def test_memory_that_is_let_go_too_early_is_found(k, device, fakegpu, monkeypatch):
+    learn = proved(k)
+    monkeypatch.setattr(Host, '_let_go', lambda self, most: self.leaving.clear())
+    assert any('is freed while' in o for o in races(learn, fakegpu))
+
+@there
+def test_a_missing_record_stream_is_found(device, fakegpu, monkeypatch):
+    "What comes back ahead of time, and then is not used: an error ends the backward pass"
+    class Stops(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x): return x.clone()
+        @staticmethod
+        def backward(ctx, g): raise ZeroDivisionError
+    class Middle(nn.Module):
+        def forward(self, x): return Stops.apply(x)
+    def model():
+        m = six_blocks()
+        m.insert(4, Middle())
+        return m
+    def run():
+        learn = get_learner(OffloadActivations(), model=model)
+        with pytest.raises(ZeroDivisionError): learn.fit(1)
+        let_go(learn)
+        fakegpu.synchronize()
+        return fakegpu.races()
+    monkeypatch.setattr(Host, 'share', 1.)   # all that there is comes back
+    assert not run()
+    monkeypatch.setattr(Tensor, 'record_stream', lambda *_: None)
+    assert any('is freed while' in o for o in run())
+
+# ---- memory runs out
+
+class Needs(nn.Module):
+    "Takes more memory for each sample, in one place"
+    def __init__(self, where='forward', nb=64*1024):
+        super().__init__()
+        self.lin,self.where,self.nb = nn.Linear(6, 3),where,nb
+    def take(self, x): return torch.empty(len(x)*self.nb, dtype=torch.uint8, device=x.device)
+    def in_backward(self, g): self.take(g)
+    def forward(self, x):
+        if self.where=='forward' or self.where=='validation' and not self.training: self.take(x)
+        res = self.lin(x)
+        if self.where=='backward' and res.requires_grad: res.register_hook(self.in_backward)
+        return res
+
+class NeedyLoss(nn.Module):
+    def __init__(self, model): super().__init__(); self.model = [model]
+    def forward(self, pred, y):
+        if pred.requires_grad: self.model[0].take(pred)
+        return F.cross_entropy(pred, y)
+
+@there
+@pytest.mark.parametrize('where', ['forward','backward','loss','validation'])
+def test_a_real_limit(where, device, fakegpu, capsys):
+    "`MicroBatch()` finds a size that fits, and trains as with the whole batch; with `get_preds` too"
+    def train(*cbs, limit=None):
+        torch.manual_seed(0)
+        model = Needs(where).double()
+        loss = NeedyLoss(model) if where=='loss' else nn.CrossEntropyLoss()
+        learn = make_learner(make_dls(76, 32, valid_bs=24), model, loss, cbs=cbs, splitter=trainable_params)
+        learn.model.to(device)
+        fakegpu.set_limit(limit and fakegpu.memory_allocated()+limit)
+        try:
+            learn.fit(2)
+            return learn,learn.get_preds()
+        finally: fakegpu.set_limit(None)
+    (a,preds_a),(b,preds_b) = train(MicroBatch(), limit=12*64*1024),train()
+    assert_same(a, b)
+    close(preds_a, preds_b)
+    if where!='loss': assert 'memory ran out' in capsys.readouterr().out
+    assert a.micro_batches.fits and max(a.micro_batches.fits.values())<=12
+
+@there
+@pytest.mark.parametrize('share', [.8,.5,.3])
+def test_a_real_limit_with_exact(share, device, fakegpu, capsys):
+    "Down to three tenths of the memory that a step with the whole batch takes"
+    large = get_learner(n_batches=2)
+    peak = step_bytes(large, fakegpu)
+    learn = get_learner(MicroBatch(exact=True), n_batches=2)
+    learn.fit(1)   # the proof, and gradients
+    let_go(learn)
+    learn.micro_batches.fits.clear()
+    fakegpu.set_limit(fakegpu.memory_allocated()+int(share*peak))
+    try: learn.fit(1)
+    finally: fakegpu.set_limit(None)
+    assert learn.micro_batches.fits[True]<=16
+    assert fakegpu.max_memory_allocated()>0
+    for a,b in zip(learn.model.parameters(), large.model.parameters()): assert rel(a, b)[0]<1e-3
+
+@there
+def test_what_fits_counts_what_is_free(device, fakegpu, capsys):
+    "The line that it suggests fits, where the whole batch does not"
+    peak = step_bytes(get_learner(), fakegpu)
+    learn = get_learner()
+    fakegpu.set_limit(fakegpu.memory_allocated()+int(.4*peak))
+    try:
+        found = learn.what_fits(n_try=1)
+        assert found.ways[0].fits is False and found.best.is_same and found.best.peak<=found.budget
+        exec(found.best.line, dict(learn=learn))
+        learn.fit(1)
+        with pytest.raises(torch.OutOfMemoryError): get_learner().fit(1)
+    finally: fakegpu.set_limit(None)
+
+# ---- nothing stays
+
+class Bomb(nn.Module):
+    "Raises in its `n`th call; in the CPU's memory, it notes what is kept for the backward pass"
+    alive,exc,n = [],None,0
+    def forward(self, x):
+        Bomb.n -= 1
+        if Bomb.exc and Bomb.n==0: raise Bomb.exc('stop')
+        if x.device.type!='cpu': return x
+        ones = np.ones(x.shape, np.float32)
+        Bomb.alive.append(weakref.ref(ones))
+        return x*torch.from_numpy(ones)
+
+def with_a_bomb():
+    m = six_blocks(4)
+    return nn.Sequential(m[0], m[1], Bomb(), m[2], *m[7:])
+
+def threads():
+    return len(os.listdir('/proc/self/task')) if os.path.exists('/proc') else threading.active_count()
+
+@pytest.mark.parametrize('exc', [RuntimeError,KeyboardInterrupt,MemoryError])
+@pytest.mark.parametrize('n', [1,2,4])
+def test_a_slice_that_fails_while_others_wait(exc, n, device, capsys):
+    "Whichever slice it is: no activations, no threads and no pinned memory are left"
+    learn = get_learner(MicroBatch(8, exact=True), model=with_a_bomb, px=8)
+    def left():
+        let_go(learn)
+        on = torch.get_device_module(device)
+        pinned = on.pinned_stats()['count'] if device.type!='cpu' else 0
+        return getattr(on, 'memory_allocated', lambda: 0)(),pinned,threads(),sum(o() is not None for o in Bomb.alive)
+    learn.fit(1)
+    before = left()
+    Bomb.exc,Bomb.n = exc,2+n   # two calls plan the batch
+    try:
+        with pytest.raises(exc): learn.fit(1)
+    finally: Bomb.exc = None
+    assert Bomb.n==0
+    assert all(now<=was for now,was in zip(left(), before))
+
+trials = dict(what_fits=lambda l: l.what_fits('1GB', n_try=1), noise_scale=lambda l: l.noise_scale(2, 3, False),
+              check=lambda l: l.check_accumulation(), proof=lambda l: l.micro_batch(4, exact=True).fit(1))
+
+class Interrupts(Callback):
+    "Ctrl-C between the forward pass and the loss"
+    def after_pred(self): raise KeyboardInterrupt
+
+def hooks(learn):
+    ms = list(learn.model.modules())
+    return sum(len(v) for m in ms for k,v in vars(m).items() if 'hooks' in k and isinstance(v, dict))
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('mode', ['to_fp16','to_bf16'])
+@pytest.mark.parametrize('k,stop', [*((k, False) for k in trials), *((k, True) for k in trials if k!='proof')])
+def test_a_trial_leaves_nothing_open(k, stop, mode, device, capsys, monkeypatch):
+    "Autocast, hooks, streams and threads are as before, after an error too; and the next training uses its weights"
+    if device.type=='cpu': monkeypatch.setattr('fastai.callback.fp16.autocast', on_cpu)
+    learn = getattr(get_learner(model=partial(six_blocks, 4), n=8, px=8, n_batches=4), mode)()
+    def now():
+        on = [torch.is_autocast_enabled(o) for o in ('cpu',device.type)]
+        stream = torch.get_device_module(device).current_stream() if device.type!='cpu' else None
+        return n_autocast(),on,hooks(learn),threading.active_count(),stream
+    learn.fit(1)
+    before = now()
+    if stop:
+        learn.add_cb(Interrupts())
+        with pytest.raises(KeyboardInterrupt): trials[k](learn)
+        learn.remove_cb(Interrupts)
+    else: trials[k](learn)
+    let_go(learn)
+    assert now()==before
+
+def on_cpu(*_, dtype): return torch.autocast('cpu', dtype=torch.bfloat16)   # fastai's names the kind 'cuda'
