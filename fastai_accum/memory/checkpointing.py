@@ -9,6 +9,7 @@ __all__ = ['GradientCheckpointing', 'find_blocks', 'Recompute', 'Chain', 'Block'
 
 # %% ../../nbs/memory/checkpointing.ipynb #6ec2d4cc
 import fastai_accum.core   # its `all_batches` opens `around_batches`
+import warnings
 from contextlib import ExitStack,contextmanager
 from dataclasses import dataclass
 from fastai.basics import *
@@ -16,7 +17,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_flatten,tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from ..replace import lent
-from ..held import ModelState,accelerators
+from ..devices import accelerators
+from ..held import ModelState
 
 # %% ../../nbs/memory/checkpointing.ipynb #15266904
 class GradientCheckpointing(Callback):
@@ -26,7 +28,6 @@ class GradientCheckpointing(Callback):
     and takes longer. A block that does not do the same twice is refused before the first step.
     https://fastai-accum.github.io/fastai_accum/memory/checkpointing.html"""
     name,order = 'checkpointing',-100   # `learn.gradient_checkpointing` is the method
-    prove = None   # set by `fastai_accum.know.prove`, tries the recomputation before the first step
     def __init__(self,
         blocks:Callable|list|None=None # A list of modules, or `module -> bool`; `None` finds them
     ):
@@ -38,7 +39,11 @@ class GradientCheckpointing(Callback):
 
     def before_fit(self):
         "Find the blocks, so that a mistake raises an error before anything else begins"
-        if not self.learn.lock.locked(): self.found(self.learn)   # otherwise it is a validation
+        if self.learn.lock.locked(): return   # a validation
+        found = self.found(self.learn)
+        if self.blocks is None and len(found)==1:
+            warnings.warn(f"GradientCheckpointing: found one block only, {found[0]}, and to compute it again at once "
+                          "saves little; pass blocks=[...], a list of smaller modules", stacklevel=2)
 
 def _short(o): return f'{type(o).__name__}' if isinstance(o, nn.Module) else f'{o!r:.60}'
 
@@ -97,6 +102,12 @@ def around_batches(self:GradientCheckpointing, learn):
         for bs in chains.values(): stack.enter_context(lent(bs[0].m, forward=Chain(bs, devices)))
         if learn.training and self.prove: stack.enter_context(self.proving(learn))
         yield
+
+@patch
+def prove(self:GradientCheckpointing, learn, xb):
+    "Try the recomputation on copies of the model, before the first step"
+    from fastai_accum.know.prove import guard
+    guard(self, learn, xb)
 
 @patch
 def proving(self:GradientCheckpointing, learn):
@@ -181,12 +192,27 @@ def _in_chain(m, name):
         start = i+1
     yield from _run(m, name, start, len(m))
 
+def _leaves(m): return [c for c in m.modules() if not list(c.children())]
+def _in_place(m): return getattr(_leaves(m)[0], 'inplace', False)   # it would change the input of a block, which is kept
+
 def _run(m, name, i, j):
+    "Children `i` to `j` of `m`; of n layers, if they are many, about √n in each block (Chen et al., 2016, section 4.1)"
+    while i<j and _in_place(m[i]): i += 1
+    sizes = [len(_leaves(c)) for c in list(m)[i:j]]
+    most = sum(sizes)**.5 if sum(sizes)>_many else math.inf
+    start,size = i,0
+    for k,n in enumerate(sizes, i+1):
+        size += n
+        if k<j and (size<most or _in_place(m[k])): continue
+        yield from _piece(m, name, start, k)
+        start,size = k,0
+
+def _piece(m, name, i, j):
     "Children `i` to `j` of `m`, if they are more than one layer"
-    def leaves(o): return [c for c in o.modules() if not list(c.children())]
-    while i<j and getattr(leaves(m[i])[0], 'inplace', False): i += 1   # it would change the input, which is kept
-    ms = [o for c in list(m)[i:j] for o in leaves(c)]
+    ms = [o for c in list(m)[i:j] for o in _leaves(c)]
     if len(ms)>1 and any(list(o.parameters()) for o in ms): yield Block(name, m, slice(i, j))
+
+_many = 12   # layers; the longest run of a VGG has 10
 
 # %% ../../nbs/memory/checkpointing.ipynb #352fa147
 @patch
@@ -223,7 +249,7 @@ def _named(model, i, m):
 def _check(model):
     "Refuse compiled and scripted models, whose blocks cannot be replaced"
     for k,m in model.named_modules():
-        is_compiled = hasattr(m, 'get_compiler_config') or getattr(m, '_compiled_call_impl', None) is not None
+        is_compiled = hasattr(m, 'get_compiler_config') or m._compiled_call_impl is not None
         kind = 'scripted' if isinstance(m, torch.jit.ScriptModule) else 'compiled' if is_compiled else None
         if kind:
             raise ValueError(f"GradientCheckpointing: {k or 'the model'} is {kind}, so its blocks cannot be "

@@ -74,10 +74,13 @@ archs = {**{k:(f, images()) for k,f in vision.items()},
          'awd_lstm_lm':(awd_lstm_lm, next_words, dict(cbs=rnn_cbs, **flat_loss)),
          'bert':(bert, texts), 'gpt2':(gpt2, next_words, flat_loss)}
 
+where = SimpleNamespace(device='cpu')   # the learners; `test_offload` has them on a device
+
 def get_learner(make, data, cbs=noop, loss_func=None, **kwargs):
     set_seed(0)
     batches = data()
-    dls = DataLoaders(DataLoader(batches, bs=None), DataLoader(batches[:1], bs=None))
+    loaders = [DataLoader(o, bs=None, device=where.device) for o in (batches, batches[:1])]
+    dls = DataLoaders(*loaders, device=where.device)
     learn = Learner(dls, make(), loss_func=loss_func or nn.CrossEntropyLoss(), lr=1e-3, cbs=cbs(), **kwargs)
     learn.remove_cb(ProgressCallback); learn.logger = noop
     return learn
@@ -142,7 +145,7 @@ class Odd(nn.Module):
     def forward(self, xs, extra):
         self.n += 1
         x = self.drop(self.bn(self.conv(torch.stack(xs).mean(0))))
-        return F.relu(x*extra['scale']*(np.random.rand()+.5)+random.random()+torch.rand(1))
+        return F.relu(x*extra['scale']*(np.random.rand()+.5)+random.random()+torch.rand(1).to(x))
 
 odd = Net,images(16, 12)
 
@@ -374,7 +377,6 @@ def test_refused():
         m = Net(); m.stem = torch.jit.script(m.stem); return m
     refuse('stem is scripted', make=scripted)
 
-@pytest.mark.skipif(not hasattr(nn.Module, 'compile'), reason='compiles a module in place, which this PyTorch cannot')
 def test_compiled():
     refuse('the model is compiled', make=lambda: torch.compile(Net()))
     def part():
