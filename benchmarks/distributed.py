@@ -1,7 +1,8 @@
 """Seconds and bytes of a window on two processes, for fastai's callback and for `AccumulateStep`, over a link that is made slow.
+Then the seconds of a batch with `SyncBatchNorm`: whole, in plain DDP, and in slices with `MicroBatch(bs, exact=True)`.
 
-    python benchmarks/distributed.py           # print the table, about two minutes
-    python benchmarks/distributed.py --save    # and write it to benchmarks/results/distributed.json, which the page shows
+    python benchmarks/distributed.py           # print the tables, about three minutes
+    python benchmarks/distributed.py --save    # and write them to distributed.json and synced.json in benchmarks/results, which the page shows
 
 If you are root on Linux, each process gets a network namespace of its own, and the link between them carries 200 Mbit a second (`tc`). Otherwise the
 processes use the loopback device as it is, and the table says so."""
@@ -11,9 +12,11 @@ warnings.filterwarnings('ignore')
 from fastai.basics import *
 from fastai.callback.training import GradientAccumulation
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.autograd import Function
+from torch.nn.modules import batchnorm
 from torch.nn.parallel import DistributedDataParallel
 import torch.distributed as dist
-from fastai_accum.core import AccumulateStep
+from fastai_accum.all import *
 
 BS,N_WINDOWS,STEPS,RATE = 16,3,(2,4,8),'200mbit'
 
@@ -53,11 +56,74 @@ def measure(n_step, pairs):
             with counting(sent[k]): secs[k].append(clock(lambda: learns[k].fit(1))/N_WINDOWS)
     return secs,[n/pairs/N_WINDOWS for n, in sent]
 
+class OnCpu(Function):
+    "What `SyncBatchNorm` computes on a GPU, with the same messages; PyTorch has no code for CPUs"
+    @staticmethod
+    def forward(ctx, x, weight, bias, running_mean, running_var, eps, momentum, group, world):
+        by = lambda v: v.view(1, -1, *[1]*(x.ndim-2))
+        dims = [0,*range(2, x.ndim)]
+        var,mean = torch.var_mean(x, dims, correction=0)
+        mine = torch.cat([mean, var, mean.new_full((1,), x.numel()/x.shape[1])])
+        rows = [torch.empty_like(mine) for _ in range(world)]
+        dist.all_gather(rows, mine, group)
+        parts = [r.split([len(mean),len(mean),1]) for r in rows]
+        n = sum(c for *_,c in parts)
+        m = sum(c*o for o,_,c in parts)/n
+        v = sum(c*(o+(k-m)**2) for k,o,c in parts)/n
+        running_mean.lerp_(m, momentum); running_var.lerp_(v*n/(n-1), momentum)
+        inv = (v+eps).rsqrt()
+        norm = (x-by(m))*by(inv)
+        ctx.save_for_backward(norm, weight, inv, n)
+        ctx.group,ctx.by,ctx.dims = group,by,dims
+        return norm*by(weight)+by(bias)
+    @staticmethod
+    def backward(ctx, dy):
+        (norm,weight,inv,n),by = ctx.saved_tensors,ctx.by
+        db,dw = dy.sum(ctx.dims),(dy*norm).sum(ctx.dims)
+        sums = torch.cat([db,dw])
+        dist.all_reduce(sums, group=ctx.group)
+        a,b = sums.chunk(2)
+        return ((dy-by(a/n)-norm*by(b/n))*by(weight*inv), dw, db, *[None]*6)
+
+class CpuIsGpu:
+    "PyTorch, for which the CPU is a backend of somebody else: `SyncBatchNorm` refuses CPUs"
+    def __init__(self, o, **kwargs): self.o = o; vars(self).update(kwargs)
+    def __getattr__(self, k): return getattr(self.o, k)
+
+def on_cpus():
+    DistributedDataParallel._passing_sync_batchnorm_handle = noop   # it refuses CPUs, too
+    batchnorm.torch = CpuIsGpu(torch, _C=CpuIsGpu(torch._C, _get_privateuse1_backend_name=lambda: 'cpu'))
+    batchnorm.sync_batch_norm = OnCpu
+
+def convs(n=8, width=64):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Conv2d(3 if i==0 else width, width, 3, padding=1, bias=False), nn.SyncBatchNorm(width), nn.ReLU()) for i in range(n)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+
+def synced(pairs, bs=32, n_batches=3):
+    "The seconds of a batch, whole and in slices"
+    on_cpus()
+    def learner(*cbs):
+        g = torch.Generator().manual_seed(dist.get_rank())
+        batches = [(torch.randn(bs,3,16,16,generator=g), torch.randint(10,(bs,),generator=g)) for _ in range(n_batches)]
+        dls = DataLoaders(DataLoader(batches, bs=None), DataLoader(batches[:1], bs=None))
+        return Learner(dls, DistributedDataParallel(convs()), nn.CrossEntropyLoss(), SGD, 1e-3, trainable_params, cbs=[TrainEvalCallback, NoValid(), *cbs],
+                       default_cbs=False)
+    learns,secs = [learner(), *(learner(MicroBatch(k, exact=True)) for k in (bs//2,bs//4))],([],[],[])
+    for l in learns: l.fit(1)
+    flat = [torch.cat([o.detach().double().flatten() for o in l.model.state_dict().values()]) for l in learns]
+    for o in flat[1:]: assert (o-flat[0]).norm()/flat[0].norm()<1e-5
+    for i in range(pairs):
+        for k in (0,1,2) if i%2 else (2,1,0):
+            dist.barrier()
+            secs[k].append(clock(lambda: learns[k].fit(1))/n_batches)
+    return secs
+
 def worker(rank, address, port, pairs, out):
     os.environ.update(RANK=str(rank), WORLD_SIZE='2', MASTER_ADDR=address, MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group('gloo')
-    res = {n:measure(n, pairs) for n in STEPS}
+    res = {n:measure(n, pairs) for n in STEPS},synced(pairs)
     if rank==0: Path(out).write_bytes(pickle.dumps(res))
     dist.barrier()   # the store lives in process 0
     dist.destroy_process_group()
@@ -115,8 +181,14 @@ if __name__=='__main__':
     a = p.parse_args()
     if a.rank is not None: worker(a.rank, a.address, a.port, a.pairs, a.out)
     else:
-        res,link = run(a.pairs)
+        (res,secs),link = run(a.pairs)
         res = list(rows(res))
         cols = ['n_step', "seconds a window, fastai's", 'AccumulateStep', 'ratio', "MiB a window, fastai's", 'AccumulateStep', 'ratio']
         print(table(res, cols)); print(f'2 processes, link {link}; {a.pairs} pairs; {machine()}')
-        if a.save: save('distributed', rows=res, cols=cols, link=link, pairs=a.pairs)
+        whole = statistics.median(secs[0])
+        exact = [[name, f'{statistics.median(o):.2f}', f'{statistics.median(o)/whole:.2f}'] for name,o in
+                 zip(('the whole batch of 32, plain DDP','MicroBatch(16, exact=True)','MicroBatch(8, exact=True)'), secs)]
+        print(table(exact, ['eight SyncBatchNorm','seconds a batch','ratio']))
+        if a.save:
+            save('distributed', rows=res, cols=cols, link=link, pairs=a.pairs)
+            save('synced', rows=exact, link=link, pairs=a.pairs)

@@ -8,6 +8,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/processes.html.md"""
 __all__ = ['Alone', 'Replicas', 'buckets', 'processes']
 
 # %% ../nbs/processes.ipynb #27779e52
+from collections import deque
 from contextlib import nullcontext
 from fastai.basics import *
 from torch import distributed
@@ -16,36 +17,81 @@ from .replace import lent
 
 # %% ../nbs/processes.ipynb #132993d2
 class Alone:
-    "One process; several have the same four methods"
-    n = 1   # the number of processes
+    "One process; several have the same methods"
+    # the number of processes; whether they share the statistics of batch norms; whether they wait for this one
+    n,synced,awaited = 1,False,False
     def silent(self): return nullcontext()        # a context in which the model sends nothing
     def sum(self, *vs): return vs                 # each of the numbers `vs`, added up over all processes
     def meet(self, running, ps, *vs): return vs   # the same, at the end of a window or of an epoch
     def add_up(self, ps): pass                    # add up the gradients of the parameters `ps`
+    def gather(self, group, n, *ts):              # a number and tensors, of each process in `group`
+        if group is None: return [(n,*ts)]
+        raise ValueError("MicroBatch: exact=True needs a model with SyncBatchNorm in DistributedDataParallel")
 
 # %% ../nbs/processes.ipynb #d2fb55ae
 class Replicas(Alone):
     "Processes with a copy of the model each, in `DistributedDataParallel`"
     def __init__(self, ddp):
         self.ddp,self.group,self.n = ddp,ddp.process_group,distributed.get_world_size(ddp.process_group)
+        self.synced = self.awaited = self.n>1 and any(isinstance(m, nn.SyncBatchNorm) for m in ddp.modules())
+        self.coming = deque()   # the messages that the others wait for, see `begin`
 
     def silent(self): return lent(self.ddp, forward=self.ddp.module)
 
-    def sum(self, *vs):
+    def each(self, n, vs):
+        "The number `n` and the numbers `vs` of each process"
         t = torch.stack([torch.as_tensor(v, dtype=torch.float64).detach().cpu() for v in vs])
-        t = t.to(next(self.ddp.parameters()).device)   # all at once
-        distributed.all_reduce(t, group=self.group)
-        return t.tolist()
+        return self.gather(self.group, n, t.to(next(self.ddp.parameters()).device))   # all at once
+
+    def sum(self, *vs): return sum(t for _,t in self.each(0, vs)).tolist()
+    def stop(self, why, e=None): self.awaited = False; raise RuntimeError(f'MicroBatch: {why}') from e
+
+# %% ../nbs/processes.ipynb #5b3c0a11
+_failed,_left_out = -1,-2   # what a process sends in the place of its number
+
+@patch
+def gather(self:Replicas, group, n, *ts):
+    "The number `n` and the tensors `ts` of each process in `group`, in one message; an error in all if one has failed"
+    if group is None: return [(n,*ts)]
+    if self.coming: self.coming.popleft()
+    mine = torch.cat([ts[0].new_full((1,), n), *ts])
+    rows = [torch.empty_like(mine) for _ in range(distributed.get_world_size(group))]
+    try: distributed.all_gather(rows, mine, group=group)
+    except Exception as e: self.stop("another process has ended, or does not answer", e)
+    ns = torch.stack([o[0] for o in rows]).tolist()
+    if min(ns)<0 and set(ns)!={_left_out}:
+        rank,did = distributed.get_global_rank(group, ns.index(min(ns))),'failed'*(_failed in ns) or 'left out a batch'
+        self.stop(f"process {rank} has {did}, and the others cannot go on, since SyncBatchNorm needs all of them")
+    return [(k,*o[1:].split([len(t) for t in ts])) for k,o in zip(ns, rows)]
 
 # %% ../nbs/processes.ipynb #2c7ba61b
 @patch
 def meet(self:Replicas, running, ps, *vs):
-    "Add up `vs` over the processes; raise an error in all of them if only some have ended their epoch"
-    n,*res = self.sum(running, *vs, *(p.grad is not None for p in ps))
+    "Add up `vs` over the processes; raise an error in all of them if they are not at the same point"
+    if self.coming: self.answer(_left_out)   # no backward pass has followed a forward pass
+    at,ts = zip(*self.each(int(running), [*vs, *(p.grad is not None for p in ps)]))
+    res = sum(ts).tolist()
     res,self.used = res[:len(vs)],res[len(vs):]
-    if n in (0,self.n): return res
-    raise RuntimeError(f"AccumulateStep: {self.n-n:.0f} of {self.n} processes have no more batches, and the others "
-                       "have; give all processes loaders of the same length, such as fastai's `DistributedDL`")
+    if len(set(at))==1: return res
+    if 0 in at: raise RuntimeError(f"AccumulateStep: {at.count(0)} of {self.n} processes have no more batches, and the "
+        "others have; give all processes loaders of the same length, such as fastai's `DistributedDL`")
+    self.stop(f"the processes cut a batch into {', '.join(f'{k-1:.0f}' for k in at)} slices (0: left out), and would "
+              "wait for ever at a SyncBatchNorm; give them batches of one size, or write exact=True")
+
+# %% ../nbs/processes.ipynb #5b3c0a13
+@patch
+def begin(self:Replicas, ps, n_slices=1, messages=()):
+    "A batch begins in `n_slices`; it sends the `messages` at its batch norms, and the same on the way back"
+    self.meet(1+n_slices, ps, 0, 0, 0)
+    self.coming.extend([*messages, *reversed(messages)])
+
+@patch
+def answer(self:Replicas, n=_failed, ps=()):
+    "Send `n` in the place of the message that the others wait for"
+    if not self.coming: return self.meet(n, ps, 0, 0, 0)
+    group,t = self.coming[0]
+    self.coming.clear()
+    self.gather(group, n, t)
 
 # %% ../nbs/processes.ipynb #543c14de
 @patch

@@ -2,20 +2,19 @@
 each number of processes.
 
     python several.py RANK WORLD FOLDER CASE..."""
-import os,sys
+import os,signal,sys
 from contextlib import nullcontext
 from harness import *
 from fastai.distributed import *
 from fastai_accum.patch import *
 from fastai_accum.microbatch import *
 import fastai_accum.all   # for `exact=True`
+from torch.nn.modules import batchnorm
 from torch.nn.parallel import DistributedDataParallel as DDP
 import torch.distributed as dist
-try:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-except ImportError: pytest.skip('several processes are tested with `fully_shard` too, which came with PyTorch 2.6',
-                                allow_module_level=True)
+import torch.distributed.nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from datetime import timedelta
 
@@ -369,12 +368,227 @@ cases.update(
     exact_uneven = Exact([[8,5,8], [4,7,4], [2,4,8]]),
 )
 
+class CpuIsGpu:
+    "PyTorch, in which the backend that others have registered is the CPU"
+    def __init__(self, o, **kwargs): self.o = o; vars(self).update(kwargs)
+    def __getattr__(self, k): return getattr(self.o, k)
+
+def sums(x, weight, bias, running_mean, running_var, eps, momentum, group, world):
+    "What `SyncBatchNorm` computes on a GPU, by sums that autograd knows"
+    add = partial(torch.distributed.nn.functional.all_reduce, group=group)
+    n = add(x.new_tensor(len(x)))
+    mean = add(x.sum(0))/n
+    var = add((x-mean).pow(2).sum(0))/n
+    running_mean.lerp_(mean.detach(), momentum)
+    running_var.lerp_(var.detach()*n/(n-1), momentum)
+    return (x-mean)/(var+eps).sqrt()*weight+bias
+
+def on_cpus():
+    """PyTorch's DDP refuses `SyncBatchNorm` on CPUs, and `SyncBatchNorm` refuses their tensors: step around both. What
+    it would call has no code for CPUs: with `exact=True` it is not called, and otherwise `sums` stands in for it"""
+    DDP._passing_sync_batchnorm_handle = noop
+    batchnorm.torch = CpuIsGpu(torch, _C=CpuIsGpu(torch._C, _get_privateuse1_backend_name=lambda: 'cpu'))
+    batchnorm.sync_batch_norm = SimpleNamespace(apply=sums)
+
+class Norms(nn.Module):
+    "Two batch norms, of which one is conditional, and one layer between them"
+    def __init__(self, affine=True, tracked=True, momentum=.1, frozen=False):
+        super().__init__()
+        torch.manual_seed(0)
+        kw = dict(affine=affine, track_running_stats=tracked, momentum=momentum)
+        self.a,self.b,self.c = (nn.Linear(*o, bias=False) for o in ((6,8),(8,8),(8,3)))
+        self.m,self.n = nn.BatchNorm1d(8, **kw),nn.BatchNorm1d(8, **kw)
+        self.frozen,self.skips = frozen,False
+        self.double()
+    def train(self, mode=True):
+        super().train(mode)
+        if self.frozen: self.m.eval()
+        return self
+    def forward(self, x):
+        x = self.b(self.m(self.a(x)).tanh())
+        return self.c((x if self.skips else self.n(x)).tanh())
+
+class Skips(Callback):
+    "Leaves out a norm in every other batch"
+    def before_batch(self): get_model(self.model).skips = bool(self.iter%2)
+
+class Own(nn.BatchNorm1d):
+    "Ordinary batch norm of each process; in one process, of the first half of the batch and of the second"
+    def forward(self, x):
+        if not self.training or num_distrib()>1: return super().forward(x)
+        a,b = x.chunk(2)
+        return torch.cat([super().forward(a), F.batch_norm(b, None, None, self.weight, self.bias, True, eps=self.eps)])
+class WithOwn(Norms):
+    def __init__(self): super().__init__(); self.n = Own(8).double()
+
+def rank(): return int(os.environ.get('RANK', 0))
+def exact(*sizes): return lambda: [MicroBatch(sizes[rank()%len(sizes)], exact=True)]
+
+class Synced(Cut):
+    "Batch norm over all processes and slices, against ordinary batch norm on the batches of all processes"
+    def __init__(self, sizes, bs=(3,), n_step=1, cbs=None, model=Norms, also=None, **kwargs):
+        self.also = also   # callbacks of the one process
+        # fastai's optimizers mark the parameters of ordinary batch norm, and do not decay them
+        super().__init__(sizes, n_step, cbs=cbs or exact(*bs), model=model, but=['opt'],
+                         **{'fit': lambda l: l.fit_one_cycle(2, .02, wd=0.), **kwargs})
+    def several(self, rank, world):
+        def model():
+            m = plain()
+            for k,o in m.named_children():
+                if type(o) is nn.BatchNorm1d: setattr(m, k, nn.SyncBatchNorm.convert_sync_batchnorm(o))
+            return m.train()
+        on_cpus()
+        plain,self.model = self.model,model
+        try: learn = super().several(rank, world)
+        finally: self.model = plain
+        return self.with_stats(learn)
+    def alone(self, world):
+        cbs,self.cbs = self.cbs,self.also
+        try: return self.with_stats(Case.alone(self, world))
+        finally: self.cbs = cbs
+    def with_stats(self, learn):
+        learn.stats = {k.removeprefix('module.'):o for k,o in learn.model.named_buffers()}
+        return learn
+
+cases.update(
+    synced         = Synced([24,24], bs=(12,20)),
+    synced_uneven  = Synced([[9,5,8], [4,7,3], [6,2,5]], bs=(3,5)),
+    synced_one     = Synced([[9,5,8], [4,1,3]], bs=(3,5)),   # a batch of one sample, in one process
+    synced_window  = Synced([8]*4, n_step=1),
+    synced_weighed = Synced([[9,5,8], [4,7,3]], bs=(3,5), loss_func=nn.CrossEntropyLoss(weight=W)),
+    synced_plain   = Synced([8]*4, model=partial(Norms, affine=False)),
+    synced_untracked = Synced([8]*4, model=partial(Norms, tracked=False)),
+    synced_cumulates = Synced([8]*4, model=partial(Norms, momentum=None)),
+    synced_frozen  = Synced([8]*4, model=partial(Norms, frozen=True)),
+    synced_skips   = Synced([8]*5, cbs=lambda: [Skips(), *exact(3, 5)()], also=Skips),
+    synced_own     = Synced([8]*4, model=WithOwn),
+)
+
+class At(nn.Module):
+    "Calls `f` in the forward or in the backward pass of batch `i` of process 1"
+    def __init__(self, f, i, backward): super().__init__(); store_attr(); self.n = 0
+    def forward(self, x):
+        if not self.training or rank()!=1 or self.n!=self.i: return x
+        if self.backward: x.register_hook(lambda g: self.f())
+        else: self.f()
+        return x
+
+def had_enough(): raise ValueError('process 1 has had enough')
+def ctrl_c(): raise KeyboardInterrupt
+def killed(): os.kill(os.getpid(), signal.SIGKILL)
+def cancel(): raise CancelBatchException
+
+class Breaks(Synced):
+    "Process 1 breaks in batch `i`, in the model or at an event; the other one says so, and then both train"
+    def __init__(self, f=had_enough, i=1, event='model', error=ValueError, says='process 1 has failed', **kwargs):
+        super().__init__([8]*4, (3,5), **kwargs)
+        self.f,self.i,self.event,self.error,self.says,self.bad = f,i,event,error,says,False
+    def dls(self, idxs):
+        dls = super().dls(idxs)
+        plain = dls.train.create_item
+        def create_item(i): return self.f() if i==self.i else plain(i)
+        if self.bad and rank()==1 and self.event=='loader': dls.train.create_item = create_item
+        return dls
+    def breaks(self, rank, world):
+        "Train as far as the error"
+        def stop(cb): return self.f() if cb.training and rank==1 and cb.iter==self.i else None
+        def norms():
+            m = Norms()
+            at = At(self.f, self.i, self.event=='backward')
+            m.b = nn.Sequential(m.b, at)   # between two batch norms
+            m.register_forward_pre_hook(lambda *_: setattr(at, 'n', m.i))
+            return m
+        in_model,plain = self.event in ('model','backward'),(self.model,self.cbs)
+        class Counts(Callback):
+            def before_batch(self): get_model(self.model).i = self.iter
+        self.model,self.bad = norms if in_model else Norms,True
+        breaks = [] if self.event=='loader' else [Counts()] if in_model else [Callback(**{self.event:stop})]
+        self.cbs = lambda: [*plain[1](), *breaks]
+        try: Synced.several(self, rank, world)
+        finally: (self.model,self.cbs),self.bad = plain,False
+    def several(self, rank, world):
+        with pytest.raises((self.error,) if rank==1 else RuntimeError, match=None if rank==1 else self.says):
+            self.breaks(rank, world)
+        return super().several(rank, world)
+
+cases.update(
+    breaks_model    = Breaks(),
+    breaks_at_first = Breaks(i=0),
+    breaks_backward = Breaks(event='backward'),
+    breaks_loss     = Breaks(event='after_loss'),
+    breaks_batch    = Breaks(event='before_batch'),
+    breaks_loader   = Breaks(event='loader'),
+    breaks_ctrl_c   = Breaks(ctrl_c, error=KeyboardInterrupt),
+    leaves_out      = Breaks(cancel, event='after_loss', error=RuntimeError, says='process 1 has left out a batch'),
+    leaves_out_all  = Breaks(cancel, event='before_batch', error=RuntimeError, says='1, 0 slices'),
+)
+
+class Refuses(Synced):
+    "All processes refuse the callback `cb`, with the same error; then they train"
+    def __init__(self, cb, says, error=RuntimeError, wrap=DDP):
+        super().__init__([[8]*3, [12]*3], (3,5))
+        self.bad,self.says,self.error,self.wrap = cb,says,error,wrap
+    def several(self, rank, world):
+        on_cpus()
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(Norms())
+        with pytest.raises(self.error, match=self.says):
+            train(self.dls(cut(world, self.sizes)[rank]), self.wrap(model), [AccumulateStep(1), self.bad()])
+        return super().several(rank, world)
+
+alike = 'cut a batch into 3, 4 slices'
+cases.update(
+    refuses_plain   = Refuses(lambda: MicroBatch(3), alike),
+    refuses_coupled = Refuses(lambda: MicroBatch(3, coupled=True), alike),
+    refuses_auto    = Refuses(lambda: MicroBatch(exact=True), 'bs must be a number', ValueError),
+    refuses_bare    = Refuses(lambda: MicroBatch(3, exact=True), 'in DistributedDataParallel', ValueError, noop),
+)
+
+class Sent(Callback):
+    "Counts the messages of each batch until its step"
+    run_valid = False
+    def before_fit(self):
+        self.now,self.learn.seen,self.plain = {},[],{k:getattr(dist, k) for k in ('all_gather','all_reduce')}
+        for k,f in self.plain.items(): setattr(dist, k, partial(self.send, k, f))
+    def send(self, k, f, *args, **kwargs): self.now[k] = self.now.get(k, 0)+1; return f(*args, **kwargs)
+    def before_batch(self): self.now = {}
+    def before_step(self): self.learn.seen.append(dict(self.now))
+    def after_fit(self):
+        for k,f in self.plain.items(): setattr(dist, k, f)
+cases['synced_messages'] = Synced([12]*4, cbs=lambda: [Sent(), *exact(2, 6)()])
+
+class Dropped(Synced):
+    "Each process draws its own masks, for its whole batch, as without slices"
+    def several(self, rank, world):
+        def one(*cbs):
+            set_seed(rank)
+            torch.manual_seed(0)
+            a,b = nn.Linear(6,8,bias=False),nn.Linear(8,3)
+            model = nn.Sequential(a, nn.SyncBatchNorm(8), nn.Tanh(), nn.Dropout(.5), b).double()
+            torch.manual_seed(rank)
+            dls = self.dls(cut(world, self.sizes)[rank])
+            return self.with_stats(train(dls, DDP(model), [AccumulateStep(1), *cbs], fit=self.fit))
+        on_cpus()
+        a,b = one(*self.cbs()),one()
+        assert_same(a, b, but=['opt'])
+        close(a.stats, b.stats)
+        return super().several(rank, world)
+cases['synced_dropout'] = Dropped([8]*4, (3,5))
+
+class Slices(Synced):
+    "Plain slices see the slices of all processes, as if these were the micro-batches of one process"
+    def windows(self, world):
+        return [[i for c in cut(world, self.sizes) for i in c[k][j:j+4]] for k in range(4) for j in (0,4)]
+cases.update(
+    synced_slices  = Slices([8]*4, cbs=lambda: MicroBatch(4), also=lambda: AccumulateStep(2)),
+    synced_accum   = Synced([[9,5,8], [4,7,3]], cbs=lambda: [], loss_func=nn.CrossEntropyLoss(weight=W)),
+)
+
 def result(learn):
     """What is compared. `values` are left out, since a `DistributedDL` validates on other batches, and so are counts
     of micro-batches"""
     but = 'buffers','iters','final_record','values','train_iter'
     return dict({k:v for k,v in snapshot(learn).items() if k not in but}, n_steps=len(learn.spy.steps),
-                seen=getattr(learn, 'seen', None))
+                seen=getattr(learn, 'seen', None), stats=getattr(learn, 'stats', None))
 
 def main(rank, world, folder, *names):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR='127.0.0.1',
@@ -417,5 +631,10 @@ def breaks(rank):
     if rank==1: raise ValueError('process 1 has had enough')
 cases['breaks'] = Case([4]*8, cbs=lambda: Callback(after_loss=lambda cb: breaks(int(os.environ['RANK'])) if cb.training
                                                    and cb.micro.i==5 else None))
+
+class Killed(Breaks):
+    "Process 1 is killed between two batch norms"
+    def several(self, rank, world): return self.breaks(rank, world)
+cases['killed'] = Killed(killed)
 
 if __name__=='__main__': main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -14,7 +14,7 @@ from traceback import walk_stack
 from fastai.basics import *
 from torch.utils._pytree import tree_flatten,tree_unflatten
 from torch.utils._python_dispatch import TorchDispatchMode
-from ..held import generator_of
+from ..devices import generator_of
 
 # %% ../../nbs/exact/draws.ipynb #70c68a96
 class Differs(RuntimeError): "The model no longer does what it did before"
@@ -87,14 +87,16 @@ def _batch_dim(x, y, n, m):
     return ds[0],y[ds[0]]//m
 
 # %% ../../nbs/exact/draws.ipynb #63225203
-_instead = ("If this is a text_classifier_learner, give it and its TextDataLoaders a seq_len as long as your longest "
-            "text; otherwise leave exact out, or take GradientCheckpointing() instead of MicroBatch")
+_instead = "Leave exact out, or take GradientCheckpointing() or OffloadActivations() instead of MicroBatch"
+_by_text = ("Give the text_classifier_learner and its TextDataLoaders a seq_len as long as your longest text, or leave "
+            "exact out")
 _by_steps = ("Let PyTorch compute attention step by step: call fit inside of "
              "`with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):`, or leave exact out")
 
-def _refuse(draw, why):
+def _refuse(draw, why, hint=_instead):
+    if re.search('RNNDropout|WeightDropout|EmbeddingDropout', draw.where): hint = _by_text   # those of AWD-LSTM
     raise ValueError(f"MicroBatch: exact=True is not possible: {draw.where or 'the model'} draws with "
-                     f"{_name(draw.func)}. {why}") from None
+                     f"{_name(draw.func)}. {why}. {hint}") from None
 
 def batch_dims(
     a:list, # The draws of `n` samples
@@ -105,14 +107,14 @@ def batch_dims(
     "Find where the draws have the samples"
     res = []
     for x,y in zip_longest(a, b):
-        if not x or not y or x.func!=y.func: _refuse(y or x, f"{n} samples draw something else than {m}. {_instead}")
+        if not x or not y or x.func!=y.func: _refuse(y or x, f"{n} samples draw something else than {m}")
         try: dims = [_batch_dim(s, t, n, m) for s,t in zip(x.sizes, y.sizes, strict=True)]
         except (TypeError,ValueError):
             _refuse(y, f"Its sizes, {x.sizes} for {n} samples and {y.sizes} for {m}, do not show which dimension has "
-                       f"the samples. Draw a row for each sample. {_instead}")
+                       "the samples. Draw a row for each sample")
         if any(dims) and not _is_known(y.func):
-            hint = _by_steps if 'attention' in _name(y.func) else "Set its probability to 0, or leave exact out"
-            _refuse(y, f"We don't know how to give a slice its part of what this operation draws for the batch. {hint}")
+            hint = _by_steps if 'attention' in _name(y.func) else _instead
+            _refuse(y, "We don't know how to give a slice its part of what this operation draws for the batch", hint)
         res.append((y,dims))
     return res
 

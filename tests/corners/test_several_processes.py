@@ -2,7 +2,7 @@
 
 All cases run in one set of processes for each number of them, since starting them takes longer than training; no wait
 is without a limit."""
-import os,subprocess,sys
+import json,os,subprocess,sys
 import pytest
 pytest.importorskip('accelerate',
                     reason='fastai trains in several processes through accelerate, which is not installed')
@@ -14,10 +14,11 @@ refused = dict(
     lr_find          = 'lr_find waits for ever in several processes',
     ctx_find         = 'lr_find waits for ever in several processes',
     ends_early       = 'processes have no more batches',
-    metrics_uneven   = 'Timed out',   # fastai adds up these metrics over the processes at each micro-batch
+    # fastai adds up these metrics over the processes at each micro-batch
+    metrics_uneven   = 'collective mismatch',
     empty            = 'no training')
-some = 'even tail uneven one_is_empty dropped_last buffers static unused ctx_odd sched'
-worlds = {2: [k for k in cases if k not in ('breaks',*refused)], 3: some.split()}
+some = 'even tail uneven one_is_empty dropped_last buffers static unused ctx_odd sched synced_uneven breaks_model'
+worlds = {2: [k for k in cases if k not in ('breaks','killed',*refused)], 3: some.split()}
 
 @pytest.fixture(scope='module')
 def results(tmp_path_factory): return started(worlds, tmp_path_factory)
@@ -54,6 +55,19 @@ def test_an_error_in_one_process(tmp_path):
     "The other one does not wait for it for ever"
     codes,logs = run(2, tmp_path, ['breaks'], limit=100)
     assert all(codes) and 'process 1 has had enough' in logs[1]
+
+def test_messages_of_an_exact_batch(results):
+    """One when a batch begins, one at each of two norms, forward and backward, one at the end of the window, and one
+    with the gradients, although one process has six slices and the other has two"""
+    for several in load(results(2), 'synced_messages', 2):
+        assert several['seen']==[dict(all_gather=1+2*2+1, all_reduce=1)]*8
+
+def test_a_process_that_is_killed(tmp_path):
+    "Between two norms: the other one ends, too"
+    start = time.time()
+    codes,logs = run(2, tmp_path, ['killed'], limit=100)
+    assert codes[0]>0 and codes[1]==-9 and 'another process has ended' in logs[0]
+    assert time.time()-start<90
 
 @pytest.mark.parametrize('name', refused)
 def test_refused(name, tmp_path):
@@ -121,6 +135,30 @@ def test_launched(how, tmp_path, monkeypatch):
     "A script in `distrib_ctx`, however it is started, trains what one process trains"
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
     assert launched(how, tmp_path)==EXPECTED
+
+def test_script_of_the_page(tmp_path):
+    """`accelerate launch` runs the script with `exact=True` of the page about several GPUs, in two processes on the CPU
+    and on made-up images; it steps around PyTorch's checks as the page does (`around`)"""
+    from PIL import Image
+    nb = json.loads((Path(__file__).parents[2]/'nbs'/'tutorials'/'several_gpus.ipynb').read_text())
+    parts = {}
+    for name in 'before','around','whole':
+        source, = [''.join(c['source']) for c in nb['cells'] if f"\n{name} = '''" in ''.join(c['source'])]
+        exec(source, parts)
+    for i in range(160):
+        folder = tmp_path/'images'/('train' if i<144 else 'valid')/str(i%2)
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.random.default_rng(i).integers(0, 255, (32,32,3), dtype=np.uint8)).save(folder/f'{i}.png')
+    end = "\nprint(f'process {rank_distrib()}: {learn.micro_batches.counts.n_steps} steps', flush=True)"
+    (tmp_path/'train.py').write_text(parts['before']+parts['around']+parts['whole']+end)
+    args = ['-m', 'accelerate.commands.launch', '--multi_gpu', '--num_processes', '2', '--main_process_port',
+            str(free_port()), 'train.py']
+    env = {**os.environ, 'PYTHONPATH':str(Path(__file__).resolve().parents[2]), 'PYTHONWARNINGS':'ignore',
+           'OMP_NUM_THREADS':'1', 'CUDA_VISIBLE_DEVICES':''}
+    res = subprocess.run([sys.executable, *args], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
+    assert not res.returncode, res.stdout+res.stderr[-3000:]
+    assert 'exact=True is proved on your model' in res.stdout
+    assert sorted(re.findall(r'process (\d): 1 steps', res.stdout))==['0','1']   # 72 images in each: one batch of 64
 
 @pytest.mark.skipif(torch.cuda.device_count()<2,
                     reason='trains on two GPUs with NCCL and synchronised batch norm, and this machine has fewer')

@@ -46,7 +46,8 @@ def compare(folder, name, world):
         for k in alone:
             if k!='seen' and k not in cases[name].but: close(several[k], alone[k])
 
-names = 'tail uneven weighted one_is_empty dropped ctx_odd ctx_scaler sched cut_coupled auto recovers'.split()
+names = ('tail uneven weighted one_is_empty dropped ctx_odd ctx_scaler sched cut_coupled auto recovers '
+         'synced synced_uneven breaks_model').split()
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory): return started({2:names}, tmp_path_factory)(2)
