@@ -12,6 +12,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from html import escape
 from fastai.basics import *
+from ..devices import accelerators,has_float64
+from ..held import RandomState
 from ..core import AccumulateStep,WindowCallback
 from ..extras.batchnorm import BatchNormEval,to_group_norm
 from ..memory.checkpointing import GradientCheckpointing
@@ -74,7 +76,7 @@ class SwitchOff(Callback):
         with norms,draws: return f(*args, **kwargs)
     def before_batch(self):
         self.seed += 'dropout' in self.on
-        set_seed(self.seed)
+        RandomState(accelerators(self.model)).seed(self.seed)
         if hasattr(self.model, 'reset'): self.model.reset()
 
 # %% ../../nbs/know/check.ipynb #c1000004
@@ -101,7 +103,7 @@ class Bench:
 def plan(self:Bench, batch, bs):
     "Choose the samples, and the sizes of the micro-batches"
     device = torch.device(getattr(self.learn.dls, 'device', None) or next(self.model.parameters()).device)
-    self.device = torch.device('cpu') if device.type=='mps' else device   # MPS has no float64
+    self.device = device if has_float64(device) else torch.device('cpu')
     self.split,n = getattr(self.cut, 'split', None) or slices,min(bs, n_of(self.learn.dls, batch))
     self.yours = self.cut.bs if self.cut and self.cut.bs!='auto' else batch_size(self.learn.dls.train)
     if n<2: raise ValueError(f"check_accumulation: the first training batch has {n} sample, and at least 2 are needed"
@@ -122,7 +124,7 @@ def windows(self:Bench, size=None, **kwargs):
     cbs,size = [copy(o) for o in self.cbs],size or self.size
     vars(cbs[0]).update(kwargs)
     for o in cbs:
-        if isinstance(o, AccumulateStep): o.n_samples = self.n
+        if isinstance(o, AccumulateStep): o.n_step,o.n_samples = None,self.n
         if isinstance(o, MicroBatch): o.bs = size
     return self.split(self.batch, size*self.per_batch if self.acc else self.n),cbs
 
@@ -137,7 +139,8 @@ def run(self:Bench, way, on, seed=0, line=''):
     learn.remove_cbs([o for o in learn.cbs if risinstance(_never, o) or o in self.suspects and o not in on])
     dl,dls = Given(learn.dls.train, batches, n_of(learn.dls, batches[0])),copy(learn.dls)
     vars(dls).update(train=dl, loaders=[dl], _device=self.device)
-    vars(learn).update(dls=dls, opt_func=SGD, model=eager(self.model), gather_preds=True)   # so loggers keep off
+    vars(learn).update(dls=dls, opt_func=SGD, model=eager(self.model))
+    learn.gather_preds = learn.lr_finder = True   # so loggers, trackers and savers keep off
     if 'loss' not in on:
         learn.loss_func = plain_loss
         for o in cbs: o.weight = o.average = None
@@ -269,6 +272,9 @@ def check_accumulation(self:Learner,
     "Check whether micro-batches give the same gradient as the large batch, and find the causes if they do not"
     if type(bs) is not int or bs<2:
         raise ValueError(f"check_accumulation: bs must be an int of at least 2, got {bs!r}")
+    if self.cbs.filter(lambda o: type(o).__name__=='GANTrainer'):
+        raise ValueError("check_accumulation: a GANLearner trains two models in turn, which the check does not follow. "
+                         "Check each of them in a Learner of its own, with its own loss")
     if not self.dls: raise ValueError("check_accumulation: the learner has no training loader; set `learn.dls`")
     opt,was = self.opt,None
     try:

@@ -19,7 +19,7 @@ from ..core import AccumulateStep,in_charge
 from ..microbatch import MicroBatch
 from ..patch import accumulation_settings
 from ..refusals import check_flags,check_learner
-from .unchanged import unchanged
+from .unchanged import Trial,unchanged
 
 # %% ../../nbs/know/noise.ipynb #b27293a0
 class Noise(namedtuple('Noise', 'scale low high grad_sq noise')):
@@ -47,7 +47,8 @@ def noise_scale(self:Learner,
         fewer = 'lower the batch size of the loader, so that an epoch has two or more'
         what = f'pass n_step=2 to {n}' if n>1 else fewer
         raise ValueError(f"noise_scale: n_step={n_step} is more than the {n} batches of an epoch; {what}")
-    with unchanged(self),self.no_logging(): self.fit(1, cbs=[_windows_of(n_step, now), cb, _MockFit(num_it)])
+    n_epoch = num_it//(n//n_step) + 1
+    with unchanged(self),self.no_logging(): self.fit(n_epoch, cbs=[_windows_of(n_step, now), cb, _MockFit(num_it)])
     return _report(cb, n_step, n, now, show_plot)
 
 # %% ../../nbs/know/noise.ipynb #f6d8bf56
@@ -63,9 +64,9 @@ def _settings(learn):
 def _windows_of(n_step, now): return AccumulateStep(n_step, average=now.average, weight=now.weight, drop_last=False)
 
 # %% ../../nbs/know/noise.ipynb #66e39e05
-class _MockFit(Callback):
+class _MockFit(Trial):
     "Skip the optimizer step and the validation, and end the fit after `num_it` windows"
-    name,order = 'lr_finder',45   # the order lets mixed precision act first
+    order = 45   # the order lets mixed precision act first
     def __init__(self, num_it): self.num_it = num_it
     def before_step(self): raise CancelStepException
     def after_batch(self):
@@ -203,10 +204,9 @@ def try_windows(self:Learner,
     return pd.DataFrame(_compare(branches, show_plot)).T.rename_axis('n_step').astype({'samples':int,'steps':int})
 
 # %% ../../nbs/know/noise.ipynb #e7026f20
-class _Losses(Callback):
+class _Losses(Trial):
     "The number of samples and the loss of each window"
-    # Trackers and loggers do nothing beside a callback of this name; the order is before callbacks that end fits at NaN
-    name,order,run_valid = 'gather_preds',-100,False
+    order = -100   # before callbacks that end fits at NaN
     def __init__(self): self.seen = []
     def after_batch(self): self.seen.append((self.learn.accumulate_step.window.n_all, self.learn.loss.detach()))
 

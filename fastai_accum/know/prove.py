@@ -7,7 +7,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/know/prove.html.md"""
 # %% auto #0
 __all__ = ['tol', 'values', 'dice', 'sketch', 'off', 'Seen', 'plain_loss', 'FairCoins', 'Alike', 'by_itself', 'Blind', 'run',
            'differences', 'first_unlike', 'NotTried', 'Unsteady', 'Proof', 'prove', 'few_samples', 'smaller', 'tries',
-           'settings', 'fresh', 'guard', 'refuse', 'raised_in']
+           'settings', 'fresh', 'guard', 'refuse', 'checkpoints_itself', 'raised_in']
 
 # %% ../../nbs/know/prove.ipynb #7e343ce2
 import gc,time,traceback,warnings
@@ -17,11 +17,12 @@ from fastai.basics import *
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from ..exact.lockstep import AtNorms,in_thread
-from ..exact.whole import modes
+from ..exact.whole import modes,planning
 from .trial import CopiesTo,Middles,apart,in_double,train
 from ..memory.checkpointing import GradientCheckpointing,find_blocks
 from ..microbatch import MicroBatch
-from ..held import Held,RandomState,accelerators,held,is_generator,items
+from ..devices import accelerators,has_float64
+from ..held import Held,RandomState,held,is_generator,items
 from ..rewind import is_out_of_memory
 from ..slices import join,leaves,n_rows,slices,tree_map
 
@@ -79,7 +80,7 @@ class Seen(Callback):
 # %% ../../nbs/know/prove.ipynb #f0adc3b9
 @patch
 def note(self:Seen, name, m, args, out):
-    for k,x in leaves(out, name) if self.is_open else ():
+    for k,x in leaves(out, name) if self.is_open and not planning.get() else ():
         if isinstance(x, Tensor) and x.is_floating_point() and x.ndim:
             x = x.detach().double()
             self.sums[len(self.grads),name,k] += len(x),float((x*(x+1)).nansum())
@@ -197,6 +198,7 @@ class Proof:
     error:float=math.inf  # The largest relative error
     where:str=None        # The module where it begins
     raised:Exception=None # What the way has raised, and the whole batch has not
+    plain:bool=False      # Whether all that differs are numbers and texts in attributes of the model
 
 def prove(
     model:nn.Module, # It stays as it is
@@ -233,15 +235,21 @@ def _compare(train, cbs):
         if max(again.values())>1e-3: raise Unsteady('the whole batch does not do the same twice')
         errors = {k:0. if v<=100*again.get(k, 0) else v for k,v in errors.items()}
     differs = [o for o in errors.items() if o[1]>tol]
-    return Proof(differs, max(errors.values()), first_unlike(way, ref) if differs else None)
+    plain = all(type(o) is not tuple or o[0]==() for k,_ in differs for o in ref.kept[k])
+    return Proof(differs, max(errors.values()), first_unlike(way, ref) if differs else None, plain=plain)
 
 # %% ../../nbs/know/prove.ipynb #a6924b8f
 def few_samples(b, cut=slices):
-    "Three small batches like `b`, of two sizes; `b` itself if it cannot be cut"
+    "Three small batches like `b`, of two sizes, the last one at another scale; `b` itself if it cannot be cut"
     try:
         if cut is slices and n_rows(b)<6: b = join([b]*6, [n_rows(b)]*6)
-        return [cut(b, k)[0] for k in (6,5,5)]
+        *few,last = [cut(b, k)[0] for k in (6,5,5)]
     except ValueError: return [b]*3
+    return [*few, tree_map(_larger, last)]   # so that a branch on the size of a value shows
+
+def _larger(o):
+    x = torch.as_tensor(o)
+    return o*4 if x.is_floating_point() else o
 
 def smaller(b):
     "A corner of each image in `b`, and the first tokens of each text"
@@ -253,7 +261,7 @@ def tries(model, split, xb, yb):
     "Batches and devices to try"
     b = (*xb,*yb) if split else (*xb,leaves((*xb,*yb))[0][1])   # a target, which the loss of a trial does not look at
     device,few = next(model.parameters()).device,few_samples(b, split or slices)
-    devices = dict.fromkeys([str(device), 'cpu'] if device.type!='mps' else ['cpu'])   # MPS has no float64
+    devices = [d for d in dict.fromkeys([device, torch.device('cpu')]) if has_float64(d)]
     return [(o,d) for o in ([few] if split else [smaller(few),few]) for d in devices]
 
 # %% ../../nbs/know/prove.ipynb #8cfd3d67
@@ -307,15 +315,21 @@ def refuse(who, model, proof):
     ways = ['GradientCheckpointing()']*(arg!=who and len(find_blocks(model))>0) + ['OffloadActivations()']
     what = 'this module out of blocks' if arg==who else f'{arg} out'
     hint = f"Leave {what}, or write {' or '.join(ways)} in its place"
+    if e is None and proof.plain: hint = f"If the model needs this in its forward only, take a local variable. {hint}"
+    if again := checkpoints_itself(model): hint = f"The model recomputes by itself: call {again} first"
     if 'past_key_values' in how: hint = "Set model.config.use_cache=False, since the training does not need this cache"
     elif str(e).startswith(who): raise ValueError(f"{e} (in the {where})") from e
     raise ValueError(f"{who} is not possible: in a trial on a copy, the whole batch is fine, but this way the model "
                      f"{how}. It begins in the {where}. {hint}") from e
+
+def checkpoints_itself(model):
+    "The call that ends the gradient checkpointing of a model of transformers or timm; `None` if it does none"
+    on = {k for m in model.modules() for k in ('gradient_checkpointing','grad_checkpointing') if vars(m).get(k)}
+    if 'gradient_checkpointing' in on: return 'gradient_checkpointing_disable()'
+    return 'set_grad_checkpointing(False)' if on else None
 
 def raised_in(e):
     "The class of the innermost module of the model that was running when `e` was raised"
     frames = [f.f_locals.get('self') for f,_ in traceback.walk_tb(e.__traceback__)]
     own = [type(o) for o in frames if isinstance(o, nn.Module) and not type(o).__module__.startswith('torch.')]
     return own[-1].__name__ if own else None
-
-MicroBatch.prove = GradientCheckpointing.prove = guard

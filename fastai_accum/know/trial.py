@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten,tree_map
 from .. import core
 from ..replace import lent
-from ..held import RandomState,accelerators
+from ..devices import accelerators
+from ..held import RandomState
 
 # %% ../../nbs/know/trial.ipynb #e0301e68
 class Given(GetAttr):
@@ -121,7 +122,7 @@ def train(learn, cbs=(), modes=(), seed=0):
     learn.add_cbs(cbs)
     learn.logger,learn.create_mbar,learn._backward = noop,False,lambda: torch.autograd.backward(learn.loss_grad)
     for o in learn.cbs.filter(lambda o: hasattr(o, 'prove')): o.prove = None
-    random.seed(seed); np.random.seed(seed); torch.manual_seed(seed)
+    RandomState(accelerators(learn.model)).seed(seed)
     with lent(torch.autograd, has_torch_function=lambda _: False),InDouble(),ExitStack() as stack:
         for o in modes: stack.enter_context(o)
         getattr(Learner.fit, 'fastais', Learner.fit)(learn, 1, 0.)   # without what `turn_on_accumulation` adds

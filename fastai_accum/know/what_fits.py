@@ -18,12 +18,13 @@ from numbers import Real
 from fastai.basics import *
 from fastprogress.fastprogress import progress_bar
 from .. import core
+from ..devices import Autocast,api,counts_memory,free_memory,synchronize
 from ..core import AccumulateStep,in_charge
 from ..exact.draws import Draws
 from ..exact.lockstep import AtNorms
 from ..loss import loss_reduction,loss_weight
 from ..memory.checkpointing import GradientCheckpointing
-from ..memory.offload import Host,OffloadActivations
+from ..memory.offload import OffloadActivations
 from ..microbatch import MicroBatch
 from ..refusals import check_count
 from ..replace import lent
@@ -31,16 +32,19 @@ from ..rewind import is_out_of_memory
 from ..slices import join,leaves,slices,tree_map
 from ..windows import n_of
 from .trial import Given
-from .unchanged import unchanged
+from .unchanged import Trial,unchanged
 
 # %% ../../nbs/know/what_fits.ipynb #6a28d069
 def peak_bytes(f, device=torch.device('cpu')):
     "The bytes that `f` takes on `device` at its peak, beyond what was there before; every allocation is counted"
     gc.collect()   # otherwise, what an earlier call has left behind may be freed, and subtracted
-    if device.type=='cuda':
-        torch.cuda.synchronize(device); torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device); f()
-        return torch.cuda.max_memory_allocated(device)-before
+    if device.type!='cpu':
+        on = api(device)
+        torch.accelerator.synchronize(device)
+        on.reset_peak_memory_stats(device)
+        before = on.memory_allocated(device)
+        f()
+        return on.max_memory_allocated(device)-before
     with _quiet(),torch.profiler.profile(profile_memory=True) as prof: f()
     found = [(e.start_ns(), e.nbytes()) for e in prof.profiler.kineto_results.events() if e.name()=='[memory]']
     return max(0, *np.cumsum([n for _,n in sorted(found, key=itemgetter(0))]).tolist(), 0)
@@ -75,8 +79,9 @@ margin = .1   # the share of the free memory that stays free, because an allocat
 
 def free_bytes(device):
     "The bytes that a training may take on `device`; `None` on a CPU"
-    if device.type!='cuda': return None
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type=='cpu': return None
+    on = api(device)
+    free = on.mem_get_info(device)[0] + on.memory_reserved(device) - on.memory_allocated(device)
     return int(free*(1-margin))
 
 # %% ../../nbs/know/what_fits.ipynb #956449b7
@@ -91,9 +96,9 @@ def largest_batch(learn, n=3):
     return best,'with the longest text' if hasattr(dl, 'res') else f'the largest of the first {len(bs)} batches'
 
 # %% ../../nbs/know/what_fits.ipynb #17272b9d
-class Meter(Callback):
+class Meter(Trial):
     "Takes the time of `n_try` steps after one that warms up, and ends the fit; with `n_try=0`, after the predictions"
-    order,run_valid,name,num_it = math.inf,False,'lr_finder',0
+    order = math.inf
     def __init__(self, n_try):
         self.n_try,self.n_batch,self.has_stepped,self.log = n_try,0,False,[]
         if not n_try: self.order = -math.inf   # before callbacks that keep what the model returns, as those of RNNs do
@@ -103,7 +108,7 @@ class Meter(Callback):
     def after_batch(self):
         self.n_batch += 1
         if not self.has_stepped and self.n_batch<20: return   # a scaler of float16 skips the first steps
-        if torch.cuda.is_available(): torch.cuda.synchronize()
+        synchronize(self.learn.model)
         acc = in_charge(self.learn)
         self.log.append((time.perf_counter(), acc.counts.n_samples if acc else self.n_batch*self.dl.bs))
         if len(self.log)>self.n_try: raise CancelFitException
@@ -139,12 +144,13 @@ class Trials:
         self.n = n_of(learn.dls, self.batch)
         device = getattr(learn.dls, 'device', default_device())
         self.device = torch.device(device or next(learn.model.parameters()).device)
-        if self.device.type not in ('cpu','cuda'):
-            raise RuntimeError(f"what_fits: it measures on a CPU or with CUDA, and the learner is on {self.device}")
+        if self.device.type!='cpu' and not counts_memory(self.device):
+            raise RuntimeError(f"what_fits: the learner is on {self.device}, where PyTorch does not count the memory; "
+                               "measure on a CPU, or on an accelerator that has `max_memory_allocated`")
         self.budget = free_bytes(self.device) if budget is None else budget
         self.own = [type(o).__name__ for o in learn.cbs if isinstance(o, _ours)]
         self.is_frozen = bool(getattr(learn.opt, 'frozen_idx', 0))
-        self.can_move = not Host(learn.model).here(torch.empty(0, device=self.device))   # activations to the host
+        self.can_move = self.device.type!='cpu'   # activations to the host
         self.norms,self.draws,self.compares,self.is_mean = 0,0,False,None   # what `look` finds
 
 # %% ../../nbs/know/what_fits.ipynb #1d71315e
@@ -177,10 +183,17 @@ def ready(self:Trials, as_is=False):
         if self.is_frozen: learn.opt.unfreeze()
         yield
 
+@patch
+def fit(self:Trials, *cbs):
+    "Train until one of `cbs` ends it, maybe between the forward pass and the loss, where autocast is open"
+    autocast = Autocast()
+    try: self.learn.fit(1, cbs=cbs)
+    finally: autocast.restore()
+
 # %% ../../nbs/know/what_fits.ipynb #80b43da4
-class Preds(Callback):
+class Preds(Trial):
     "Keeps the predictions and targets of the first four slices, and then ends the fit"
-    order,run_valid = math.inf,False
+    order = math.inf
     def __init__(self): self.found = []
     def after_pred(self):
         self.found.append(tree_map(_number, (self.pred,*self.yb)))
@@ -209,7 +222,7 @@ def look(self:Trials):
     "Find out what slices would change"
     norms,draws,preds,loss_func = [],Draws(),Preds(),self.learn.loss_func   # MixUp replaces it in a fit
     def note(o, f): norms.append(o); return f()
-    def run(cb, **kwargs): self.learn.fit(1, cbs=[MicroBatch(min(2, self.n), **kwargs), cb])
+    def run(cb, **kwargs): self.fit(MicroBatch(min(2, self.n), **kwargs), cb)
     with self.ready(),_warnings():
         try:
             with AtNorms(note),draws: run(preds)
@@ -237,13 +250,13 @@ def what_stays(self:Trials, cbs, told):
 def measure(self:Trials, way):
     "Train in `way`, and note what a step takes"
     learn,cbs,meter = self.learn,way.make(),Meter(self.n_try)
-    def there(): return torch.cuda.memory_allocated(self.device) if self.device.type=='cuda' else 0
-    before = there()   # the first fit may move the model to the GPU
+    def there(): return api(self.device).memory_allocated(self.device) if self.device.type!='cpu' else 0
+    before = there()   # the first fit may move the model to the device
     held = sum(p.grad.nbytes for p in learn.model.parameters() if p.grad is not None)   # a trial makes them again
     with self.ready(not way.line),_warnings() as told:
-        learn.fit(1, cbs=[*cbs, Meter(0)])   # what is done once, such as a proof, is not measured
+        self.fit(*cbs, Meter(0))   # what is done once, such as a proof, is not measured
         new = there()-before-held
-        way.peak = max(0, new+peak_bytes(lambda: learn.fit(1, cbs=[*cbs, meter]), self.device))
+        way.peak = max(0, new+peak_bytes(lambda: self.fit(*cbs, meter), self.device))
         way.same = self.what_stays([*learn.cbs, *cbs], told)
     way.time,way.n = min((t-s, m-n) for (s,n),(t,m) in zip(meter.log, meter.log[1:]))   # the step least disturbed
     if self.budget: way.fits = way.peak<=self.budget
@@ -260,7 +273,8 @@ def try_way(self:Trials, calls='', make=list):
         if is_out_of_memory(e): way.fits,way.error = False,_oom
         elif isinstance(e, (ValueError,RuntimeError)) and (line or self.own): way.error = str(e)
         else: raise
-    if self.device.type=='cuda': gc.collect(); torch.cuda.empty_cache()   # a cycle of references may hold activations
+    gc.collect()   # a cycle of references may hold activations
+    free_memory(self.device)
     if way.error in (None,_oom): self.rows.append(way)
     else: self.leave_out(f'`{line}`' if line else 'the learner as it is', way.error.partition(';')[0])
     return way
@@ -403,7 +417,7 @@ def what_fits(self:Learner,
     """Try the ways to train in less memory for a few steps each, change nothing, and suggest one of them
 
     Example: `learn.what_fits('8GB')`, or `learn.what_fits()` on a GPU; then write the line that it suggests.
-    It needs PyTorch 2.4, one process, and a loader with a batch. A way that is refused is left out, with the reason.
+    It needs one process, and a loader with a batch. A way that is refused is left out, with the reason.
     https://fastai-accum.github.io/fastai_accum/know/what_fits.html"""
     n_try,budget = check_count('what_fits', 'n_try', n_try),None if budget is None else n_bytes(budget)
     if num_distrib()>1: raise RuntimeError("what_fits: call it in one process, before the others start")

@@ -17,9 +17,6 @@ from fastai_accum.know.prove import tol
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]/'benchmarks'))
 from common import peak_bytes
 
-if not hasattr(torch, 'get_autocast_dtype'):
-    pytest.skip('check_accumulation needs PyTorch 2.4 or later, as the README says', allow_module_level=True)
-
 @pytest.fixture(autouse=True)
 def _seed():
     assert torch.get_default_dtype()==torch.float32   # or a test has left float64

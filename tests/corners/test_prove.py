@@ -11,7 +11,6 @@ from fastai.callback.hook import hook_outputs
 from harness import *
 from fastai_accum.all import *
 
-pytestmark = needs_exact
 images = torch.randn(20,3,12,12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 def conv(i, o): return nn.Conv2d(i, o, 3, padding=1, bias=False)

@@ -8,7 +8,6 @@ from fastai_accum.all import *
 from fastai_accum.know import prove as know_prove
 from fastai_accum.know.prove import prove
 
-pytestmark = needs_exact
 images = torch.randn(20,3,16,16, generator=torch.Generator().manual_seed(0))
 
 class Center(nn.Module):
@@ -71,6 +70,28 @@ def test_refused_before_anything_moves(k, odd, where):
     assert all(p.grad is None for p in m.parameters())
     learn.remove_cb(cb)
     learn.fit(1)
+
+class Branches(nn.Module):
+    "Takes another way if a value is large"
+    def forward(self, x): return x-x.mean(0) if x.abs().max()>8 else x
+
+class KeepsSize(nn.Module):
+    def forward(self, x): self.bs = float(len(x)); return x
+
+def recomputing():
+    "As the models of transformers say it"
+    m = Center()
+    m.gradient_checkpointing = True
+    return m
+
+@pytest.mark.parametrize('odd,says', [
+    (Center, "It begins in the Center '1'"), (Branches, "It begins in the Branches '0'"),
+    (KeepsSize, 'model.1.bs .*take a local variable'),
+    (recomputing, r'call gradient_checkpointing_disable\(\) first')], ids=['center','branch','size','recomputes'])
+def test_a_refusal_says_where_it_begins_and_what_to_do(odd, says):
+    "Also where slices wait at norms, and the model runs for a plan before"
+    m = net(odd()) if odd is not Branches else nn.Sequential(odd(), *net())   # before the norm
+    with pytest.raises(ValueError, match=says): learner(m, MicroBatch(3, exact=True)).fit(1)
 
 def state(learn):
     ms = list(learn.model.modules())

@@ -2,9 +2,8 @@
 import gc,pytest,matplotlib; matplotlib.use('agg')
 from harness import *
 import fastai_accum.all
+from fastai_accum.know import what_fits
 from fastai_accum.memory.checkpointing import GradientCheckpointing
-what_fits = pytest.importorskip('fastai_accum.know.what_fits') if not needs_exact.args[0] else None
-pytestmark = needs_exact
 
 @pytest.fixture(autouse=True, scope='module')
 def quick():

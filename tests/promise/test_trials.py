@@ -1,0 +1,47 @@
+"A trial of ours is no training: nothing logs, tracks, saves or draws it, and the next fit is as if nothing had been"
+import matplotlib,pytest
+from harness import *
+from fastai_accum.all import *
+from fastai.vision.gan import GANLearner,basic_critic,basic_generator
+matplotlib.use('Agg')
+
+class Logs(Callback):
+    "As the loggers of fastai: keeps off in `lr_find` and while predictions are gathered"
+    order = 70
+    def __init__(self): self.n = 0
+    def before_fit(self): self.run = not hasattr(self.learn, 'lr_finder') and not hasattr(self.learn, 'gather_preds')
+    def after_batch(self): self.n += 1
+
+class Projects(Callback):
+    "As fastai's `TensorBoardProjectorCallback`, which works only while predictions are gathered"
+    def __init__(self): self.n = 0
+    def before_fit(self): self.run = not hasattr(self.learn, 'lr_finder') and hasattr(self.learn, 'gather_preds')
+    def after_pred(self): self.n += 1
+
+trials = dict(what_fits=lambda l: l.what_fits('1GB', n_try=1), check=lambda l: l.check_accumulation(),
+              noise=lambda l: l.noise_scale(2, 3, False), branches=lambda l: l.try_windows((1,2), show_plot=False),
+              proof=lambda l: l.micro_batch(4, coupled=True).what_fits('1GB', n_try=1))
+
+@pytest.mark.parametrize('k', trials)
+def test_keeps_off(k, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    cbs = [CSVLogger(),SaveModelCallback(every_epoch=True),EarlyStoppingCallback(),Logs(),Projects(),ShowGraphCallback()]
+    learn = make_learner(make_dls(64, 8), small_model().float(), cbs=cbs, path=tmp_path, splitter=params,
+                         loss_func=lambda pred, y: F.cross_entropy(pred, y))
+    for dl in learn.dls.loaders: dl.dataset.x = dl.dataset.x.float()
+    learn.add_cb(ProgressCallback())
+    trials[k](learn)
+    assert learn.logs.n==0 and learn.projects.n==0
+    assert not list(tmp_path.rglob('*.csv')) and not list(tmp_path.rglob('*.pth'))
+    assert not {'lr_finder','gather_preds'} & set(vars(learn))
+    learn.remove_cbs(learn.cbs.filter(risinstance((MicroBatch,ProgressCallback,ShowGraphCallback))))
+    learn.fit(1)
+    assert learn.logs.n==8+2 and learn.projects.n==0
+    assert len(list(tmp_path.rglob('*.pth')))==1 and len((tmp_path/'history.csv').read_text().splitlines())==2
+
+def test_a_gan_is_told_that_the_check_is_not_for_it():
+    x = torch.randn(8, 3, 16, 16)
+    dls = DataLoaders(*(DataLoader(list(zip(torch.randn(8, 4, 1, 1), x)), bs=4) for _ in range(2)))
+    learn = GANLearner.wgan(dls, basic_generator(16, 3, 4), basic_critic(16, 3))
+    with pytest.raises(ValueError, match='GANLearner trains two models in turn.*a Learner of its own'):
+        learn.check_accumulation()
