@@ -9,7 +9,7 @@ __all__ = ['AccumulateStep']
 
 # %% ../nbs/core.ipynb #5217068d
 import inspect
-from contextlib import ExitStack,closing,contextmanager,nullcontext
+from contextlib import ExitStack,closing,contextmanager,nullcontext,suppress
 from dataclasses import dataclass,field
 from itertools import chain
 from fastai.basics import *
@@ -17,7 +17,7 @@ from fastai.learner import replacing_yield
 from .loss import loss_reduction,loss_weight,sums_by_nature
 from .processes import processes
 from .refusals import *
-from .replace import lent
+from .replace import lent,take_back
 from .windows import Windows,n_of
 
 # %% ../nbs/core.ipynb #0f5a3455
@@ -60,14 +60,19 @@ class AccumulateStep(WindowCallback):
         **kwargs
     ):
         refuse_unknown(AccumulateStep, kwargs)
+        store_attr(but='kwargs')
+        self.check()
+
+    def check(self):
+        "Refuse a wrong argument, also one that was set later"
+        n_step,n_samples = self.n_step,self.n_samples
         if (n_step is None)==(n_samples is None):
             raise ValueError("AccumulateStep: give either n_step, which counts micro-batches, or n_samples, which "
                              f"counts samples, such as AccumulateStep(n_step=4); got {n_step=} and {n_samples=}")
         def checked(k, v): return v if v is None or is_schedule(v) else check_count('AccumulateStep', k, v)
-        n_step,n_samples = checked('n_step', n_step),checked('n_samples', n_samples)
-        check_flags('AccumulateStep', (True,False,None), average=average, drop_last=drop_last)
-        check_function('AccumulateStep', 'weight', weight, '(pred, *yb) -> float')
-        store_attr(but='kwargs,checked')
+        self.n_step,self.n_samples = checked('n_step', n_step),checked('n_samples', n_samples)
+        check_flags('AccumulateStep', (True,False,None), average=self.average, drop_last=self.drop_last)
+        check_function('AccumulateStep', 'weight', self.weight, '(pred, *yb) -> float')
 
 # %% ../nbs/core.ipynb #281ba3f7
 @patch
@@ -90,7 +95,9 @@ def is_boundary(self:WindowCallback)->bool:
     return self.window is not None and self.window.is_last and self.window.learn.training
 
 # %% ../nbs/core.ipynb #9c72bd91
-def window_callbacks(learn): return [cb for cb in learn.cbs if hasattr(type(cb), 'train_epoch')]
+def window_callbacks(learn): return [cb for cb in learn.cbs if hasattr(type(cb), 'train_epoch') and is_on(cb, True)]
+
+def is_on(cb, training): return cb.run and (cb.run_train if training else cb.run_valid)
 
 def in_charge(learn):
     "The callback that makes the windows of `learn`: its `AccumulateStep`, or else its `MicroBatch`, or `None`"
@@ -102,27 +109,38 @@ _fastais = getattr(Learner.all_batches, 'fastais', Learner.all_batches)   # also
 @patch
 def all_batches(self:Learner):
     "fastai's `all_batches`; in training with one of our callbacks, window after window"
-    acc = in_charge(self)
+    acc,cbs = in_charge(self),self.cbs.sorted('order').filter(lambda cb: hasattr(type(cb), 'around_batches'))
+    if self.training: take_back(self, *self.model.modules())
     with ExitStack() as stack:
-        for cb in self.cbs.sorted('order'):
-            if hasattr(type(cb), 'around_batches'): stack.enter_context(cb.around_batches(self))
+        for cb in cbs.filter(is_on, training=self.training): stack.enter_context(cb.around_batches(self))
         if acc and self.training: acc.train_epoch(self)
         else: _fastais(self)
 Learner.all_batches.fastais = _fastais
 
 # %% ../nbs/core.ipynb #f1396500
 @patch
-def before_fit(self:WindowCallback):
+def __call__(self:WindowCallback, event_name):
+    "A fit begins here, and not in `before_fit`, which a subclass may have for itself"
+    Callback.__call__(self, event_name)
+    if event_name=='before_fit' and self.run: self.begin()
+
+@patch
+def before_fit(self:WindowCallback): "For a subclass that calls it"
+
+@patch
+def begin(self:WindowCallback):
     "Refuse what cannot work, and begin to count"
     learn = self.learn
     if learn is None: raise ValueError(f"{self}: this instance was in the learner twice; remove it, and add it anew")
     if learn.lock.locked(): return   # a validation
+    self.check()
     check_learner(self, learn)
     setattr(learn, self.name, self)   # fastai forgets it when it removes another of this name
     self.counts,self.scale,self.last_loss = Counts(),None,None
     if in_charge(learn) is self: note_batch_norm(self, learn)
     num_it = getattr(vars(learn).get('lr_finder'), 'num_it', None)
-    if num_it and in_charge(learn) is self:
+    is_lr_find = num_it and learn.n_epoch==num_it//len(learn.dls.train)+1   # not `fit(5, cbs=LRFinder())`
+    if is_lr_find and in_charge(learn) is self:
         windows = self.windows(learn, learn.dls.train)
         learn.n_epoch = num_it//(len(windows) if windows.ends else 1) + 1
 
@@ -159,6 +177,8 @@ class Epoch:
         if not acc.counts.n_samples:   # the first epoch
             check_plan(acc, self.windows, *map(plan, range(learn.epoch+1, learn.n_epoch if acc.varies else 0)))
             check_loss(acc, learn.loss_func)
+            if self.group.synced:   # gradients pass through the norms of other processes, so all have one scale
+                acc.scale, = self.group.sum(self.windows.size(0.)*(not acc.n_samples and self.windows.bs or 1))
         self.is_mean,self.averages = loss_reduction(learn.loss_func)!='sum',acc.averages(learn.loss_func)
         self.each = learn.cbs.sorted('order').filter(wants_each)        # those with `after_batch` at each micro-batch
         rec = vars(learn).get('recorder')
@@ -170,13 +190,17 @@ def train_epoch(self:WindowCallback, learn):
     "Train for an epoch, window after window"
     if self.learn is not learn:
         raise ValueError(f"{self}: this instance is in another Learner too; make a new one for each Learner")
-    if 'counts' not in vars(self): self.before_fit()   # it has joined in the middle of a fit
+    if 'counts' not in vars(self): self.begin()   # it has joined in the middle of a fit
     epoch = Epoch(self, learn)
     windows,learn.n_iter = epoch.windows,len(epoch.windows)
     try:
         with _by_micro(learn, epoch):
             for i,batches in enumerate(windows): epoch.train_window(i, batches)
         epoch.group.meet(False, parameters(learn), 0, 0, 0)
+    except BaseException:
+        is_awaited = epoch.group.awaited and epoch.cut and epoch.cut.exact   # at a `SyncBatchNorm`
+        with suppress(Exception): is_awaited and epoch.group.answer(ps=parameters(learn))
+        raise
     finally: self.counts.n_samples = epoch.n_before+windows.n_samples
 
 # %% ../nbs/core.ipynb #d08d014b
@@ -184,8 +208,8 @@ def train_epoch(self:WindowCallback, learn):
 def _by_micro(learn, epoch):
     "Let progress bars and metrics of the training set count micro-batches, not windows"
     with ExitStack() as stack:
-        for bar in [vars(cb)['pbar'] for cb in learn.cbs if vars(cb).get('pbar') is not None]:
-            stack.enter_context(lent(bar, update=lambda _, f=bar.update: f(epoch.windows.n_drawn)))
+        for bar in [vars(cb).get('pbar') for cb in learn.cbs if is_a(cb, 'ProgressCallback')]:
+            if bar is not None: stack.enter_context(lent(bar, update=lambda _, f=bar.update: f(epoch.windows.n_drawn)))
         if epoch.metrics: stack.enter_context(contextmanager(replacing_yield)(learn.recorder, 'train_metrics', False))
         yield
 
@@ -210,13 +234,15 @@ def end(self:Epoch, i, win):
     "Step, count the samples, and run `after_batch`"
     acc,learn,windows = self.acc,self.learn,self.windows
     had_it = [] if win.is_last else self.each   # the loader may have ended early
+    self.group.awaited = False   # callbacks may send messages, too
     win.step()
     acc.counts.n_samples = self.n_before+windows.n_samples
     acc.counts.sizes.append(win.n_stepped)
     cbs = learn.cbs.sorted('order').filter(lambda cb: cb not in had_it)
-    if acc.last_loss is None: cbs = cbs.filter(risinstance(TrainEvalCallback))   # nothing to log yet
+    if acc.last_loss is None and len(learn.yb): cbs = cbs.filter(risinstance(TrainEvalCallback))   # nothing to log yet
     run_after_batch(cbs)
     if acc.varies or not windows.as_planned(i): learn.pct_train = (learn.epoch+windows.share_after(i))/learn.n_epoch
+    self.group.awaited = self.group.synced
 
 # %% ../nbs/core.ipynb #af02231f
 def parameters(learn):
@@ -379,7 +405,7 @@ _each = 'CollectDataCallback','HookCallback','ProgressCallback'
 
 def wants_each(cb):
     "Whether a callback has `after_batch` at each micro-batch"
-    return getattr(cb, 'each_micro_batch', any(o.__name__ in _each for o in type(cb).__mro__))
+    return inspect.getattr_static(cb, 'each_micro_batch', is_a(cb, *_each))   # fastai's also looks in the model
 
 def run_after_batch(cbs):
     for cb in cbs: cb('after_batch')

@@ -9,14 +9,14 @@ __all__ = ['MicroBatch']
 
 # %% ../nbs/microbatch.ipynb #ae158ef2
 from fastai.basics import *
-from .core import WindowCallback,clear_gradients
-from .processes import processes
+from .core import WindowCallback,clear_gradients,parameters
+from .processes import Alone,processes
 from .refusals import check_count,check_flags,check_function,note_batch_norm,refuse_unknown
 from .replace import lent
 from .held import Hidden,ModelState
 from .rewind import WindowState,is_out_of_memory
-from .slices import is_array,join,keys,slices,versions
-from .wholebatch import twice
+from .slices import is_array,join,leaves,n_rows,slices,tree_map,versions
+from .wholebatch import refuse_backward,twice
 from .windows import batch_size,n_of
 
 # %% ../nbs/microbatch.ipynb #c720d328
@@ -25,10 +25,8 @@ class MicroBatch(WindowCallback):
 
     Example: `cbs=MicroBatch(16, exact=True)`. Without exact, batch norm and dropout see one slice. Errors come at once.
     https://fastai-accum.github.io/fastai_accum/microbatch.html"""
-    # `learn.micro_batch` is the method; `whole`, set by `fastai_accum.exact`, makes the runner of an exact epoch
-    # `prove`, set by `fastai_accum.know.prove`, tries before the first step whether the training is the same
-    name,cuts,whole,prove = 'micro_batches',True,None,None
-    _stateattrs = 'window','way'
+    name,cuts,run_valid = 'micro_batches',True,True   # `learn.micro_batch` is the method
+    group,_stateattrs = Alone(),('window','way','group')   # `group`: the processes that train together
     def __init__(self,
         bs:int|str='auto', # Samples in a slice; `'auto'` starts with the whole batch, and halves it if memory runs out
         *,
@@ -40,16 +38,19 @@ class MicroBatch(WindowCallback):
         **kwargs
     ):
         refuse_unknown(MicroBatch, kwargs)
-        if bs!='auto': bs = check_count('MicroBatch', 'bs', bs, "an int of at least 1, or 'auto'")
-        check_flags('MicroBatch', (True,False), coupled=coupled, exact=exact, valid=valid)
-        check_function('MicroBatch', 'split', split, '(batch, bs) -> slices')
-        check_function('MicroBatch', 'weight', weight, '(pred, *yb) -> float')
-        if exact and self.whole is None:
-            raise ValueError("MicroBatch: exact=True requires PyTorch 2.4 or later, and `import fastai_accum.all`")
         store_attr(but='kwargs')
-        self.shows_whole = coupled or exact   # whether callbacks and the loss see the whole batch in training
+        self.check()
         self.n,self.size = None,None   # samples in the batch that is being cut; samples in a slice of the last batch
         self.fits = {}   # samples in a slice that fits, if a batch does not: in training (`True`) and validation
+        self.is_cut,self.looked,self.warned = False,False,False   # for `after_pred`
+
+    def check(self):
+        "Refuse a wrong argument, also one that was set later"
+        if self.bs!='auto': self.bs = check_count('MicroBatch', 'bs', self.bs, "an int of at least 1, or 'auto'")
+        check_flags('MicroBatch', (True,False), coupled=self.coupled, exact=self.exact, valid=self.valid)
+        check_function('MicroBatch', 'split', self.split, '(batch, bs) -> slices')
+        check_function('MicroBatch', 'weight', self.weight, '(pred, *yb) -> float')
+        self.shows_whole = self.coupled or self.exact   # whether callbacks and the loss see the whole batch in training
 
 # %% ../nbs/microbatch.ipynb #1dc2fc4b
 @patch
@@ -64,11 +65,12 @@ def micro_batch(self:Learner,
 
 # %% ../nbs/microbatch.ipynb #ea445e74
 @patch
-def before_fit(self:MicroBatch):
+def begin(self:MicroBatch):
     "Refuse what cannot work, too"
     learn = self.learn
-    super(MicroBatch, self).before_fit()
+    super(MicroBatch, self).begin()
     if learn.lock.locked(): return   # a validation
+    self.looked = self.warned = False
     if hasattr(get_model(learn.model), 'reset') and not Hidden(learn.model).ms:
         raise ValueError("MicroBatch: the model has a reset(), so it carries a state from batch to batch, and only "
                          "that of AWD-LSTM can be cut; use a smaller batch size in the loader, and AccumulateStep")
@@ -108,36 +110,59 @@ def parts(self:MicroBatch, learn, b):
         with self.sliced(learn): yield b,n_of(learn.dls, b),True
     else:
         (parts,sizes),state = self.cut(learn, b),Hidden(learn.model)
+        self.begin_batch(len(parts))
         for k,(part,n) in enumerate(zip(parts, sizes)):
             with state.rows(sum(sizes[:k]), n, sum(sizes)): yield part,n,k==len(parts)-1
-    self.n = None   # memory that runs out now is that of the loader
 
 # %% ../nbs/microbatch.ipynb #6ff7e75e
 @patch
 def after_pred(self:MicroBatch):
-    "Refuse a cache in the predictions for a slice, since validation cannot join it"
-    pred = self.learn.pred
-    is_cut = self.valid and self.n and self.size<self.n
-    if is_cut and any(type(pred[k]).__name__.endswith('Cache') for k in keys(pred)):
-        raise ValueError("MicroBatch: the model returns a cache of keys and values, and the caches of slices "
-                         "cannot be joined in validation; set model.config.use_cache=False")
+    "Refuse predictions that validation cannot join; warn of a batch that should have been cut, and was not"
+    learn = self.learn
+    if self.shows_whole if learn.training else self.valid: return self.warn_if_whole(learn)
+    if not learn.training or not self.valid or self.looked or self.split or not self.n or self.size>=self.n: return
+    self.looked,n = True,n_rows(learn.xb)
+    pred = tree_map(lambda o: o.detach().to('meta') if isinstance(o, Tensor) else o, learn.pred)   # without memory
+    join([pred]*2, [n]*2)
+
+@patch
+def warn_if_whole(self:MicroBatch, learn):
+    was_cut,self.is_cut,b = self.is_cut,False,(*learn.xb,*learn.yb)
+    if was_cut or self.warned: return
+    n = n_of(learn.dls, b)
+    if n<=(self.fits.get(learn.training, n) if self.bs=='auto' else self.bs): return
+    self.warned,hint = True,'leave out coupled and exact' if learn.training else 'pass valid=False'
+    warnings.warn(f"MicroBatch: a batch of {n} samples was not cut, because the model got other inputs than those of "
+                  "the batch: from a forward pre-hook, or because it was called in another way. Change the inputs in "
+                  f"`before_batch`, or {hint}", stacklevel=2)
 
 # %% ../nbs/microbatch.ipynb #e56dc4e3
 @patch
 @contextmanager
 def around_batches(self:MicroBatch, learn):
     "For an epoch: choose how the slices run when they show the whole batch, which validation does too"
-    self.way = self.whole(self) if self.exact else twice
+    if self.exact: from fastai_accum.exact.whole import Whole   # here, or it would import this module first
+    self.way = Whole(self) if self.exact else twice
     try:
         if learn.training or not self.valid: yield; return
         with processes(learn.model).silent(),self.sliced(learn): yield
-    finally: learn.loss_grad = None   # its graph leads to the model; if that leads to the learner, nothing is freed
+    finally:
+        learn.loss_grad = None   # its graph leads to the model; if that leads to the learner, nothing is freed
+        self.n = None
 
 @patch
 @contextmanager
 def sliced(self:MicroBatch, learn):
     "Let the model run slice by slice on the batch of `learn`, while everything else sees the whole batch"
-    with lent(learn.model, forward=partial(self.forward, learn, learn.model.forward)): yield
+    forward = partial(self.forward, learn, learn.model.forward)
+    if learn.model._compiled_call_impl: forward = torch.compiler.disable(forward)   # or slices would be compiled, too
+    with lent(learn.model, forward=forward): yield
+
+@patch
+def prove(self:MicroBatch, learn, xb):
+    "Try on copies of the model, before the first step, whether the training is the same"
+    from fastai_accum.know.prove import guard
+    guard(self, learn, xb)
 
 # %% ../nbs/microbatch.ipynb #c7a39c50
 @patch
@@ -145,10 +170,13 @@ def forward(self:MicroBatch, learn, forward, *xb, **kwargs):
     "Runs `forward` slice by slice on the batch of `learn`, and as it is on any other input"
     is_batch = not kwargs and len(xb)==len(learn.xb) and all(a is b for a,b in zip(xb, learn.xb))
     if not is_batch: return forward(*xb, **kwargs)
+    self.is_cut = True
     def run():
         parts,sizes = self.cut_inputs(learn, xb)
-        if len(parts)<2: return forward(*xb)
+        if len(parts)<2 and not (learn.training and self.group.synced): return forward(*xb)
+        if not self.exact or sizes is None: self.begin_batch(len(parts))
         preds = self.way(learn, forward, xb, parts, sizes, partial(self.cut_inputs, learn))
+        refuse_backward('create_graph=True', torch.is_grad_enabled, [x for _,x in leaves(preds)])
         return join(preds, sizes or [find_bs(o) for o in preds])
     if learn.training:
         if self.prove: self.prove(learn, xb)
@@ -162,16 +190,23 @@ def cut_inputs(self:MicroBatch, learn, xb, bs=None):
     parts,sizes = self.cut(learn, (*xb,*learn.yb) if self.split else xb, bs)
     return [o[:len(xb)] for o in parts],sizes if learn.yb or not self.split else None
 
+@patch
+def begin_batch(self:MicroBatch, n_slices=1, messages=()):
+    "In training, meet the other processes at the beginning of a batch, if `SyncBatchNorm` will wait for them"
+    if self.group.synced and self.learn.training: self.group.begin(parameters(self.learn), n_slices, messages)
+
 # %% ../nbs/microbatch.ipynb #5f4693b4
 @patch
 def attempt(self:MicroBatch, epoch, sum_up, batches):
     "The window `sum_up(batches)`; with `bs='auto'` the same batches in smaller slices, if memory runs out"
+    self.group = epoch.group
     if self.bs!='auto': return self.retry(epoch.learn, partial(sum_up, batches))
     learn,acc,seen = epoch.learn,epoch.acc,[]
     state,scale,n_micro = WindowState(learn, epoch.metrics),acc.scale,acc.counts.n_micro
     def drawn():
         yield from [b for b,_ in seen]
-        for b in batches: seen.append((b,versions(b))); yield b
+        self.n = None   # memory that runs out now is that of the loader
+        for b in batches: seen.append((b,versions(b))); yield b; self.n = None
     def undo():
         clear_gradients(learn)
         state.restore()
@@ -203,6 +238,6 @@ def refuse(e, why): raise RuntimeError(f"MicroBatch: memory ran out, {why}") fro
 # %% ../nbs/microbatch.ipynb #0d2aa8db
 def add_hint(e):
     "Say in the error `e` what to do"
-    if 'more than 1 value per channel' in str(e) and hasattr(e, 'add_note'):   # since Python 3.11
+    if 'more than 1 value per channel' in str(e):
         e.add_note("MicroBatch: one slice has a single sample, and batch norm needs two; "
                    "pass a bs that leaves two or more in each slice, or see `to_group_norm` and `BatchNormEval`")

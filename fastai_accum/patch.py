@@ -70,7 +70,8 @@ _fastais = getattr(Learner.fit, 'fastais', Learner.fit)   # also if this cell ru
 @wraps(_fastais)
 def fit(self, n_epoch, lr=None, wd=None, cbs=None, *args, **kwargs):
     settings,cbs = accumulation_settings(),L(cbs)
-    has_own = any(not o.cuts for o in L(*self.cbs, *cbs) if hasattr(o, 'train_epoch'))
+    kinds = [o if isinstance(o, type) else type(o) for o in L(*self.cbs, *cbs)]
+    has_own = any(hasattr(o, 'train_epoch') and not o.cuts for o in kinds)
     if not settings or has_own: return _fastais(self, n_epoch, lr, wd, cbs, *args, **kwargs)
     acc = _OfOneFit(**settings)
     try: return _fastais(self, n_epoch, lr, wd, cbs+[acc], *args, **kwargs)

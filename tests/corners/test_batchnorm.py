@@ -155,7 +155,7 @@ class Marks(Callback):
 
 @pytest.mark.parametrize('cbs,sees,line', [
     (lambda: MicroBatch(2), 'MicroBatch: batch norm sees 2 samples', 'learn.micro_batch(bs=2, exact=True)'),
-    (lambda: MicroBatch(2, coupled=True), 'sees 2 samples', 'learn.micro_batch(bs=2, coupled=True, exact=True)'),
+    (lambda: MicroBatch(2, coupled=True), 'sees 2 samples', 'learn.micro_batch(bs=2, exact=True)'),
     (lambda: AccumulateStep(3), 'AccumulateStep: batch norm sees 4 samples',
      'load batches of 12 and write\nlearn.remove_cb(AccumulateStep).micro_batch(4, exact=True)'),
     (lambda: AccumulateStep(n_samples=8), 'sees 4 samples', 'load batches of 8 '),
@@ -190,7 +190,6 @@ def test_the_note_does_not_come(notes):
     for cbs in (None, lambda: AccumulateStep(1), lambda: [AccumulateStep(2),BatchNormEval()]): assert not notes(cbs)
     assert not notes(lambda: AccumulateStep(2), small_model)
 
-@needs_exact
 def test_the_note_does_not_come_with_exact(notes):
     for cbs in (lambda: MicroBatch(2, exact=True)),(lambda: [AccumulateStep(2),MicroBatch(2, exact=True)]):
         assert not notes(cbs)

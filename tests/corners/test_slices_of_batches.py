@@ -1,11 +1,13 @@
 "Batches in slices against whole batches"
-import pytest
+import pytest,warnings
+from contextlib import nullcontext
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 from harness import *
 from fastai_accum.microbatch import *
 from fastai_accum.slices import *
 from fastai_accum.rewind import *
-from fastai_accum.rewind import n_autocast
+from fastai_accum.devices import n_autocast
 from fastai_accum.patch import *
 from fastai_accum.extras.batchnorm import *
 from fastai_accum.extras.clip import *
@@ -17,8 +19,6 @@ from fastai.callback.mixup import *
 def unproved(monkeypatch):
     "The models of these tests note their slices, so a proof would rightly refuse them; test_prove.py has the proofs"
     monkeypatch.setattr(MicroBatch, 'prove', None)
-
-OutOfMemory = getattr(torch, 'OutOfMemoryError', RuntimeError)   # older PyTorch has a class for CUDA only
 
 def cycle(learn): learn.fit_one_cycle(2, .02)
 def train(cbs=(), n=76, bs=32, fit=cycle, model=None, drop_last=False, dls=None, **kwargs):
@@ -325,7 +325,6 @@ def test_metrics_over_the_training_set(coupled):
     def fit(learn): learn.recorder.train_metrics = True; cycle(learn)
     assert_same(train(MicroBatch(5, coupled=coupled), metrics=accuracy, fit=fit), train(metrics=accuracy, fit=fit))
 
-@needs_dtype
 @modes
 def test_sums_in_another_dtype(coupled):
     "`GradAccumDtype` and `SkipNonFinite` find the windows, whatever the order of the callbacks"
@@ -428,10 +427,11 @@ def test_only_one():
 
 class Small(Noisy):
     "Runs out of memory when a slice has more than `limit` samples, or tokens in all"
+    sizes = property(lambda self: logs.setdefault(self, []))
     def __init__(self, limit, where='forward', err=None):
         super().__init__()
-        self.limit,self.where,self.sizes,self.err = limit,where,[],err
-    def raise_(self, *_): raise self.err or OutOfMemory('CUDA out of memory. Tried to allocate 20.00 MiB')
+        self.limit,self.where,self.err = limit,where,err
+    def raise_(self, *_): raise self.err or torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB')
     def forward(self, x):
         if self.training: self.sizes.append(len(x))
         out,full = super().forward(x),self.training and len(x)>self.limit
@@ -471,7 +471,7 @@ def test_auto_when_memory_runs_out_before_the_model():
     def split(b, bs):
         nonlocal k
         k += 1
-        if k>1 and bs>8: raise OutOfMemory('CUDA out of memory')
+        if k>1 and bs>8: raise torch.OutOfMemoryError('CUDA out of memory')
         return slices(b, bs)
     def later(b, bs): return slices(b, 8 if next(n) else 32)
     n = itertools.count()
@@ -593,7 +593,7 @@ def test_auto_validates_in_a_window(coupled):
             self.model.train()
     class At(Sizes):
         def forward(self, x):
-            if self.training and len(x)>4 and len(self.sizes)>3: raise OutOfMemory('CUDA out of memory')
+            if self.training and len(x)>4 and len(self.sizes)>3: raise torch.OutOfMemoryError('CUDA out of memory')
             return super().forward(x)
     kwargs = dict(bs=8, n=64, fit=lambda l: l.fit(1, .02), **one_group)
     a,b = train([MicroBatch(coupled=coupled),AccumulateStep(4),Middle()], model=At,
@@ -605,7 +605,7 @@ def test_auto_in_validation():
     "Memory runs out in validation only"
     class Valid(Sizes):
         def forward(self, x):
-            if not self.training and len(x)>4: raise OutOfMemory('CUDA out of memory')
+            if not self.training and len(x)>4: raise torch.OutOfMemoryError('CUDA out of memory')
             return super().forward(x)
     assert_same(train(MicroBatch(), bs=4, model=Valid, **one_group), train(bs=4, model=Sizes, **one_group))
 
@@ -696,7 +696,7 @@ def test_modes_of_the_first_pass():
     assert_same(train([MicroBatch(8, coupled=True),Mode()], model=Noisy, **one_group),
                 train(Mode(), model=InSlices, **one_group))
 
-@pytest.mark.parametrize('preds', [[(torch.ones(2),1.), (torch.ones(1),5.)], [torch.ones(()), torch.ones(())],
+@pytest.mark.parametrize('preds', [[(torch.ones(2),1.), (torch.ones(1),5.)], [torch.ones(()), torch.zeros(())],
                                    [torch.ones(2,2), torch.ones(2,2)], [SimpleNamespace(x=1), SimpleNamespace(x=1)]],
                          ids=['number','mean','rows','object'])
 def test_predictions_that_cannot_be_joined(preds):
@@ -767,7 +767,7 @@ class Normal(nn.Module):
         if self.first is None: self.first = x.detach().clone()
         self.q = torch.cat([self.q,x.detach()])[-20:]
         out = self.m(x/self.s)+self.first.mean()
-        if self.training and len(x)>self.limit: raise OutOfMemory('CUDA out of memory')
+        if self.training and len(x)>self.limit: raise torch.OutOfMemoryError('CUDA out of memory')
         return out
 class NormalInSlices(Normal):
     def forward(self, x): return torch.cat(in_slices(self, super().forward, x))
@@ -789,8 +789,8 @@ def test_auto_after_a_change_in_place():
 
 def test_auto_does_not_try_a_step_again():
     class Full(Callback):
-        def before_step(self): raise OutOfMemory('CUDA out of memory')
-    with pytest.raises(OutOfMemory): train([MicroBatch(),Full()])
+        def before_step(self): raise torch.OutOfMemoryError('CUDA out of memory')
+    with pytest.raises(torch.OutOfMemoryError): train([MicroBatch(),Full()])
 
 @modes
 def test_auto_closes_autocast(coupled):
@@ -804,7 +804,7 @@ def test_auto_with_a_state(coupled):
     "AWD-LSTM goes back to its hidden state"
     from fastai.callback.rnn import rnn_cbs
     def full(m, x, out):
-        if m.training and len(x[0])>5: raise OutOfMemory('CUDA out of memory')
+        if m.training and len(x[0])>5: raise torch.OutOfMemoryError('CUDA out of memory')
     def model(): m = language_model(.3); m[0].register_forward_hook(full); return m
     kwargs = dict(dls=texts_dls, n=40, bs=16, loss_func=TokenLoss(), splitter=trainable_params)
     a,b = train([*rnn_cbs(0., 0.),MicroBatch('auto', coupled=coupled)], model=model,
@@ -852,10 +852,7 @@ def test_an_error_in_the_loader_leaves_nothing(where):
 
 @modes
 @pytest.mark.parametrize('how', [torch.jit.script, lambda m: torch.jit.trace(m, features(4)), nn.DataParallel,
-    pytest.param(lambda m: torch.compile(m, backend='eager'),
-                 marks=pytest.mark.skipif(not hasattr(torch, 'compile'),
-                                          reason='compiles a model, and torch.compile came with PyTorch 2.0'))],
-    ids=['script','trace','parallel','compile'])
+    lambda m: torch.compile(m, backend='eager')], ids=['script','trace','parallel','compile'])
 @pytest.mark.filterwarnings('ignore:.*torch.jit.*')
 def test_models_in_wrappers(coupled, how):
     assert_same(train(MicroBatch(5, coupled=coupled), model=lambda: how(small_model()), **one_group),
@@ -868,3 +865,141 @@ def test_a_forward_of_the_user():
     assert_same(a, b)
     assert 'forward' in vars(a.model) and a.model.forward(features(2)).shape==(2,3)
 
+# What cannot be cut or joined is said early
+
+@dataclass
+class Boxed:
+    x:Tensor
+def test_objects_that_hold_tensors():
+    for o in Boxed(torch.ones(4)),SimpleNamespace(a=[SimpleNamespace(x=np.ones(4))]):
+        with pytest.raises(ValueError, match='an object that holds tensors, which cannot be cut; pass split=f'):
+            slices((o,torch.ones(4)), 2)
+        assert slices((o,torch.ones(4)), 4)[0][0] is o   # it need not be cut
+        with pytest.raises(ValueError, match='cannot be joined'): join([o,o], [2,2])
+    assert slices((SimpleNamespace(a='text', n=3),torch.ones(4)), 2)[1][0].n==3
+
+def test_texts_only():
+    assert slices((['a','b','c'],), 2)==[(['a','b'],),(['c'],)]
+    assert slices((('a','b'),('c','d')), 1)==[(('a',),('c',)),(('b',),('d',))]   # two inputs, and as many samples
+    with pytest.raises(ValueError, match='one row per sample'): slices((['a','b'],['c']), 1)
+
+class Hidden2(nn.Module):
+    "A hidden state whose second dimension is that of the samples"
+    def __init__(self): super().__init__(); self.m = small_model()
+    def forward(self, x): h = self.m(x); return h,h[None].repeat(2,1,1)
+def first_of(p, y): return F.cross_entropy(p[0], y)
+
+def test_refused_before_the_first_step():
+    "What validation could not join after the first epoch is refused in its first slice"
+    for n,kw,match in (76,{},r'pred\[1\] is a Tensor of shape'),(76,dict(valid=False),None),(4,{},None):
+        learn = make_learner(make_dls(76, n), Hidden2(), first_of, cbs=MicroBatch(5, **kw), **one_group)
+        with pytest.raises(ValueError, match=match) if match else nullcontext():
+            learn.fit(1, cbs=Callback(before_validate=no_valid))
+        assert bool(learn.spy.steps)==(match is None)
+def no_valid(cb): raise CancelValidException
+
+def replaced(m, args): return tuple(x*2 for x in args)
+class Calls(Learner):
+    def _do_one_batch(self): self.xb = (self.xb[0],); super()._do_one_batch()
+
+@pytest.mark.parametrize('kw', [{}, dict(coupled=True)], ids=str)
+def test_a_batch_that_is_never_cut(kw):
+    "One warning, which says what to do; plain slices are cut by the loop"
+    def run(**more):
+        learn = make_learner(make_dls(64, 32), cbs=MicroBatch(8, **kw, **more))
+        learn.model.register_forward_pre_hook(replaced)
+        with warnings.catch_warnings(record=True) as ws:
+            warnings.simplefilter('always')
+            learn.fit(2)
+        return [str(w.message) for w in ws if 'was not cut' in str(w.message)]
+    found = run()
+    assert len(found)==1 and 'from a forward pre-hook' in found[0] and 'before_batch' in found[0]
+    assert ('leave out coupled' if kw else 'pass valid=False') in found[0]
+    if not kw: assert not run(valid=False)
+
+@pytest.mark.parametrize('kw', [dict(coupled=True), dict(exact=True)], ids=str)
+def test_sizes_that_the_model_keeps(kw):
+    "They are those of the batch where slices differ in size"
+    class Keeps(nn.Module):
+        def __init__(self): super().__init__(); self.m = small_model()
+        def forward(self, x): self.bs,self.shape,self.three = len(x),x.shape,3; return self.m(x)
+    seen = []
+    def look(cb): seen.append((cb.training, cb.model.bs, tuple(cb.model.shape), cb.model.three))
+    train([MicroBatch(5, **kw),Callback(after_pred=look)], model=Keeps, **one_group)
+    ours,seen = seen,[]
+    train(Callback(after_pred=look), model=Keeps, **one_group)
+    assert ours==seen and {o[1] for o in seen}=={32,12,16,8}
+
+@pytest.mark.parametrize('kw', [{}, dict(coupled=True), dict(exact=True)], ids=str)
+def test_hooks_that_come_with_the_first_batch(kw):
+    "They come once, as with the whole batch"
+    class Hooks(nn.Module):
+        done = False
+        def __init__(self): super().__init__(); self.m = small_model()
+        def forward(self, x):
+            if not self.done: self.m[0].register_forward_hook(lambda m, xs, out: out*1.1); self.done = True
+            return self.m(x)
+    a,b = (train(cbs, model=Hooks, **one_group) for cbs in (MicroBatch(5, **kw),()))
+    assert_same(a, b)
+    assert len(a.model.m[0]._forward_hooks)==1
+
+def test_hidden_states_of_transformers():
+    transformers = pytest.importorskip('transformers')
+    config = transformers.BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=8, max_position_embeddings=16, hidden_dropout_prob=0., attention_probs_dropout_prob=0.,
+        output_hidden_states=True)
+    class Bert(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.m = transformers.BertForSequenceClassification(config).double()
+        def forward(self, x): o = self.m(x); return o.logits+o.hidden_states[1].mean((1,2))[:,None]
+    def flat(learn): return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
+    def dls(n, bs, drop_last): return make_dls(n, bs, x=torch.randint(1, 20, (n,8), generator=torch.manual_seed(0)), y=classes(n, 2))
+    kw = dict(model=Bert, dls=dls, opt_func=SGD, **one_group)
+    ref = train(**kw)
+    for coupled in False,True:
+        a = train(MicroBatch(5, coupled=coupled), **kw)
+        close(flat(a), flat(ref))
+        assert [len(m._forward_hooks) for m in a.model.modules()]==[len(m._forward_hooks) for m in ref.model.modules()]
+
+def test_the_count_of_samples_is_not_stale():
+    "After a cancel the loader runs out of memory: that is no reason for smaller slices"
+    def late(cb):
+        if cb.training: raise CancelBatchException
+    class Data(Items):
+        def __getitem__(self, i):
+            if i==40: raise torch.OutOfMemoryError('CUDA out of memory')
+            return super().__getitem__(i)
+    dls = make_dls(64, 8, shuffle=False)
+    dls.train.dataset.__class__ = Data
+    learn = make_learner(dls, cbs=[MicroBatch(), Callback(after_backward=late)])
+    with pytest.raises(torch.OutOfMemoryError): learn.fit(1)
+    assert learn.micro_batches.fits=={} and learn.micro_batches.n is None
+
+class Penalty(Callback):
+    "Adds a penalty of the gradient at `of`"
+    def __init__(self, of, **kwargs): self.of,self.kwargs = of,kwargs
+    def before_batch(self): self.learn.xb = (self.x.clone().requires_grad_(),)
+    def after_loss(self):
+        if not self.training: return
+        at = self.learn.pred if self.of=='pred' else self.learn.xb
+        g, = torch.autograd.grad(self.learn.pred.pow(2).sum(), at, **self.kwargs)
+        self.learn.loss_grad = self.learn.loss_grad+(self.learn.pred.sum(1)*g.pow(2).mean(1)).mean()
+def with_norm():
+    m = small_model()
+    m[0].bias = None   # its gradient would be 0, but for rounding
+    m.insert(1, nn.BatchNorm1d(5).double())
+    return m
+
+@pytest.mark.parametrize('kw', [dict(create_graph=True), dict(retain_graph=True)], ids=str)
+@pytest.mark.parametrize('model', [small_model,with_norm])
+@pytest.mark.parametrize('way', ['coupled','exact'])
+def test_gradient_penalties(kw, model, way):
+    "They are exact where the graph allows it, otherwise they are refused with the name of the event"
+    def run(of, *cbs): return train([Penalty(of, **kw), *cbs], model=model, **one_group)
+    cb,is_exact = partial(MicroBatch, 5, **{way:True}),way=='exact'
+    if is_exact or model is small_model: assert_same(run('pred', cb()), run('pred'))
+    if is_exact and model is with_norm and 'retain_graph' in kw: return assert_same(run('x', cb()), run('x'))
+    what = 'create_graph=True' if is_exact and model is with_norm else 'torch.autograd.grad'
+    with pytest.raises(RuntimeError, match=f'(?s)event `after_loss`.*MicroBatch: .*{what} can lead to the pred'): run('x', cb())

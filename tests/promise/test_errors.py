@@ -160,3 +160,28 @@ def test_dropped_samples_are_said(capsys):
         out = capsys.readouterr().out
         assert out.count('reach no step')==said
         if said: assert 'drop_last=False' in out and re.search(r'(24|28) of the (120|124) samples', out)
+
+@pytest.mark.parametrize('cb,k,v,match', [
+    (lambda: AccumulateStep(4), 'n_step', 0, 'AccumulateStep: n_step must be an int of at least 1, got 0'),
+    (lambda: AccumulateStep(4), 'n_samples', 64, 'give either n_step'),
+    (lambda: AccumulateStep(4), 'average', 'mean', 'average must be'),
+    (lambda: MicroBatch(4), 'bs', 0, 'MicroBatch: bs must be an int of at least 1'),
+    (lambda: MicroBatch(4), 'coupled', 1, 'coupled must be')])
+def test_set_later(cb, k, v, match):
+    "An argument that is set on the callback is checked when the fit begins"
+    cb = cb()
+    learn = make_learner(make_dls(64, 8), cbs=cb)
+    setattr(cb, k, v)
+    refused(learn, match)
+
+def test_a_subclass_of_fastais():
+    class Own(GradientAccumulation): pass
+    refused(make_learner(make_dls(64, 8), cbs=[Own(32), AccumulateStep(4)]), 'remove_cb.GradientAccumulation')
+
+@pytest.mark.parametrize('k', ['average','reduction'])
+def test_a_loss_that_sums(k):
+    "The error names the line, and the line is right"
+    with pytest.raises(TypeError, match='loss.reduction=.sum.'): MicroBatch(8, **{k:False})
+    def loss(p, y): return F.cross_entropy(p, y, reduction='sum')
+    loss.reduction = 'sum'
+    same(lambda: MicroBatch(8), 32, 32, loss_func=loss)

@@ -138,3 +138,77 @@ def test_skip_the_step():
     a,b = same(lambda: AccumulateStep(4), also=SkipLarge)
     n = a.accumulate_step.counts
     assert 0<n.n_steps<6 and n.n_thrown>0
+
+def test_only_fastais_bar_is_counted_for(monkeypatch):
+    "A callback, or the model, may have a bar of its own in `pbar`, or any other name of ours"
+    class Bar:
+        def __init__(self): self.seen = []
+        def update(self): self.seen.append(1)   # as tqdm's: one more
+    class Own(Callback):
+        order = 61
+        def before_fit(self): self.pbar = Bar()
+        def after_batch(self): self.pbar.update()
+    def named():
+        m = small_model()
+        m.pbar,m.autocast,m.each_micro_batch,m.train_epoch,m.cuts,m.without = Bar(),3,True,4,5,6
+        return m
+    a,b = same(lambda: AccumulateStep(4), also=Own, model=named)
+    assert a.own.pbar.seen==b.own.pbar.seen!=[]
+    with accumulation(4): learn = make_learner(make_dls(76, 8), named()); learn.fit(1)
+    assert len(learn.spy.steps)==3
+
+@pytest.mark.parametrize('name', ['run','run_train'])
+def test_switched_off(name):
+    "As fastai's own callbacks: `run` for one fit, `run_train` in training"
+    off = dict(acc=lambda: AccumulateStep(4), micro=lambda: MicroBatch(3), coupled=lambda: MicroBatch(3, coupled=True))
+    for f in off.values():
+        def cb(): cb = f(); setattr(cb, name, False); return cb
+        a,b = pair(cb, 8, 8)
+        assert snapshot(a)['params']==[] or rel(snapshot(a), snapshot(b))[0]==0   # bit for bit plain fastai
+    learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(4))
+    learn.accumulate_step.run = False
+    learn.fit(1); assert len(learn.spy.steps)==8
+    learn.fit(1); assert len(learn.spy.steps)==8+2
+    both = make_learner(make_dls(64, 8), cbs=[AccumulateStep(4),MicroBatch(3)])
+    both.accumulate_step.run_train = False
+    both.fit(1); assert len(both.spy.steps)==8 and both.micro_batches.counts.n_micro==24
+
+def test_run_valid():
+    "`run_valid=False` is `valid=False`"
+    sizes,learn = [],make_learner(make_dls(64, 8), cbs=MicroBatch(3))
+    learn.model[0].register_forward_hook(lambda m, x, y: sizes.append(len(y)))
+    learn.validate(); assert max(sizes)==3
+    learn.micro_batches.run_valid = False
+    learn.validate(); assert max(sizes)==16
+
+class Unlabelled(DataLoader):
+    "Every batch, or every one but the first, has no targets"
+    def __iter__(self): return ((b[0],) if i>=self.first else b for i,b in enumerate(super().__iter__()))
+
+@pytest.mark.parametrize('first', [0,1])
+def test_batches_without_targets(first):
+    "They make no step, and have their `after_batch`, as in plain fastai"
+    class Count(Callback):
+        n = 0
+        def after_batch(self): self.n += self.training
+    def train(cbs=None):
+        dls = make_dls(64, 8)
+        dls.train.__class__,dls.train.first,dls.n_inp = Unlabelled,first,1
+        learn = make_learner(dls, cbs=[Count(), *L(cbs)])
+        learn.fit(1)
+        return learn
+    a,b = train(AccumulateStep(1)),train()
+    assert a.count.n==b.count.n==8 and len(a.spy.steps)==len(b.spy.steps)==first
+    assert a.train_iter==b.train_iter==8 and train(AccumulateStep(4)).count.n==2
+
+def test_a_subclass_with_its_own_before_fit():
+    "It need not call `super()`: what the last fit has counted does not stay"
+    class Own(AccumulateStep):
+        def before_fit(self): self.mine = 1
+    class Calls(AccumulateStep):
+        def before_fit(self): self.n_step = 4; super().before_fit()
+    for cb in Own(4),Calls(2):
+        learn = make_learner(make_dls(64, 8), cbs=cb)
+        for _ in range(2):
+            learn.fit(1)
+            assert cb.counts.sizes==[32,32]

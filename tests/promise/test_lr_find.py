@@ -116,3 +116,12 @@ def test_default_suggestion(tmp_path):
     def lr(bs): return make_learner(make_dls(320, bs, shuffle=False), path=tmp_path).lr_find(show_plot=False).valley
     with accumulation(4): a = lr(8)
     assert a==lr(32)
+
+def test_in_a_fit(tmp_path):
+    "`fit` keeps the epochs that it was asked for, and `lr_find` gets as many as it needs"
+    def epochs(n, num_it, bs, cbs=None):
+        learn = make_learner(make_dls(64, bs), cbs=cbs)
+        learn.path = tmp_path
+        learn.fit(n, cbs=LRFinder(num_it=num_it, stop_div=False))
+        return learn.n_epoch,len(learn.spy.steps)
+    assert epochs(5, 100, 8, AccumulateStep(4))==epochs(5, 100, 32)==(5,10)

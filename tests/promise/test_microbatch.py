@@ -140,3 +140,44 @@ def test_mixup(coupled):
     finally: torch.set_default_dtype(torch.float32)
     if coupled: assert_same(a, b)
     else: assert len(a.spy.steps)==len(b.spy.steps) and 0<rel(a.recorder.losses, b.recorder.losses)[0]<1
+
+@modes
+def test_texts(coupled):
+    "A batch of strings is cut in training and in validation alike"
+    x = L(['a','bb','ccc','dddd']*19)
+    class Texts(nn.Module):
+        def __init__(self): super().__init__(); self.m,self.seen = small_model(),[]
+        def forward(self, texts): logs.setdefault(self, []).append(len(texts)); return self.m(torch.stack(list(map(row, texts))))
+    def row(t): return torch.arange(6).double()*len(t)/10-len(t)
+    a,b = whole(lambda: MicroBatch(5, coupled=coupled), x=x, model=Texts)
+    close(a.validate(), b.validate())
+    assert max(logs[a.model])<=6 and max(logs[b.model])==32   # the proof's batches have up to 6
+
+@pytest.mark.parametrize('cb', [lambda: MicroBatch(8), MicroBatch, lambda: MicroBatch(8, coupled=True)])
+def test_compiled_in_place(cb):
+    def compiled(): m = small_model(); m.compile(backend='eager'); return m
+    whole(cb, model=compiled)
+
+def test_compiled_in_place_is_refused():
+    m = small_model()
+    m.compile(backend='eager')
+    with pytest.raises(ValueError, match='which is compiled'):
+        make_learner(make_dls(64, 32), m, cbs=MicroBatch(8, exact=True)).fit(1)
+
+class Scaled(nn.Module):
+    "Embeddings and a scale, as CLIP has them"
+    def __init__(self): super().__init__(); self.m,self.s = small_model(),nn.Parameter(tensor(.3).double())
+    def forward(self, x): return dict(h=F.normalize(self.m(x), dim=1), scale=self.s.exp())
+
+@pytest.mark.parametrize('kw', [{}, dict(coupled=True), dict(exact=True)], ids=str)
+def test_a_scale_beside_the_predictions(kw):
+    "The gradient of a number that all slices share is right, too"
+    whole(lambda: MicroBatch(5, **kw), model=Scaled, loss_func=lambda p, y: F.cross_entropy(p['scale']*p['h'], y))
+
+def test_a_loss_beside_the_predictions():
+    "A number that each slice has for itself cannot be joined"
+    class Own(Scaled):
+        def forward(self, x): h = self.m(x); return dict(h=h, loss=h.mean())
+    learn = make_learner(make_dls(64, 32), Own(), lambda p, y: F.cross_entropy(p['h'], y),
+                         cbs=MicroBatch(8, coupled=True), **one_group)
+    with pytest.raises(ValueError, match="pred..loss.. is a Tensor of shape"): learn.fit(1)
