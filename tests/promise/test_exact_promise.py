@@ -6,7 +6,6 @@ import pickle
 import pytest
 from harness import *
 from fastai_accum.all import *
-from fastai_accum.memory.offload import Host
 from fastai_accum.replace import Lent
 
 images = torch.randn(20,3,16,16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -22,7 +21,7 @@ class Net(nn.Module):
         self.head = nn.Sequential(nn.Flatten(), nn.Dropout(.3), nn.Linear(196,3))
     def forward(self, x):
         x = self.stem(x)
-        for m in self.blocks: x = F.relu(x+m(x)*torch.rand(len(x),1,1,1))
+        for m in self.blocks: x = F.relu(x+m(x)*torch.rand(len(x),1,1,1, device=x.device))
         return self.head(x)
 
 def train(*cbs, model=Net, lr=1e-3, bs=8, **kwargs):
@@ -33,6 +32,7 @@ def train(*cbs, model=Net, lr=1e-3, bs=8, **kwargs):
     set_seed(1)
     learn.fit_one_cycle(2, lr)
     learn.rng = torch.get_rng_state(),random.getstate(),np.random.get_state()[1].tolist()
+    if here.device and here.device.type!='cpu': learn.rng += torch.fakegpu.get_rng_state(here.device),
     return learn
 
 def is_clean(learn):
@@ -41,35 +41,31 @@ def is_clean(learn):
 
 def assert_exact(learn, large, **kwargs):
     assert_same(learn, large, **kwargs)
-    assert torch.equal(learn.rng[0], large.rng[0]) and learn.rng[1:]==large.rng[1:], 'the generators end elsewhere'
+    close(learn.rng, large.rng, 0)   # the generators end at the same place
     assert is_clean(learn)
 
 # ---- MicroBatch
 
-@needs_exact
 @pytest.mark.parametrize('bs', [1,3,7,'auto'])
-def test_exact(bs): assert_exact(train(MicroBatch(bs, exact=True)), train())
+def test_exact(bs, device): assert_exact(train(MicroBatch(bs, exact=True)), train())
 
-@needs_exact
-def test_exact_without_batch_norm():
+def test_exact_without_batch_norm(device):
     def model(): m = Net(); m.stem[1] = m.blocks[0][1] = m.blocks[1][1] = nn.Identity(); return m
     assert_exact(train(MicroBatch(3, exact=True), model=model), train(model=model))
 
-@needs_exact
-def test_exact_beside_accumulate_step():
+def test_exact_beside_accumulate_step(device):
     assert_exact(train(AccumulateStep(2), MicroBatch(2, exact=True), bs=5), train(AccumulateStep(2), bs=5))
 
 def rmse(pred, y): return ((pred-F.one_hot(y,3))**2).mean().sqrt()
 
-@pytest.mark.parametrize('kw', [dict(coupled=True), pytest.param(dict(exact=True), marks=needs_exact)], ids=str)
-def test_a_loss_over_the_whole_batch(kw):
+@pytest.mark.parametrize('kw', [dict(coupled=True), dict(exact=True)], ids=str)
+def test_a_loss_over_the_whole_batch(kw, device):
     def model(): torch.manual_seed(2); return nn.Sequential(nn.Flatten(), nn.Linear(768,8), nn.Tanh(), nn.Linear(8,3))
     assert_exact(train(MicroBatch(3, **kw), model=model, loss_func=rmse), train(model=model, loss_func=rmse))
 
 class Shuffles(nn.Module):
     def forward(self, x): return x+x[torch.randperm(len(x))]
 
-@needs_exact
 def test_what_cannot_be_exact_is_refused_by_name():
     def model(): m = Net(); m.head.append(Shuffles()); return m
     with pytest.raises(ValueError, match="Shuffles 'head.3' draws with randperm"):
@@ -77,7 +73,6 @@ def test_what_cannot_be_exact_is_refused_by_name():
     with pytest.raises(ValueError, match='exact=True and GradientCheckpointing cannot be combined'):
         train(MicroBatch(3, exact=True), GradientCheckpointing())
 
-@needs_exact
 def test_it_says_once_what_it_does(capsys):
     learn = train(MicroBatch(3, exact=True))
     learn.fit(1)
@@ -88,12 +83,9 @@ def test_it_says_once_what_it_does(capsys):
 memory = dict(checkpointing=[GradientCheckpointing], offload=[OffloadActivations],
               both=[GradientCheckpointing,OffloadActivations], turned=[OffloadActivations,GradientCheckpointing])
 
-@pytest.fixture
-def copies(monkeypatch): monkeypatch.setattr(Host, 'here', lambda self, t: False)   # as on a GPU
-
 @pytest.mark.parametrize('others', [[], [AccumulateStep(2)], [MicroBatch(3)]], ids=str)
 @pytest.mark.parametrize('k', memory)
-def test_bit_for_bit(k, others, copies):
+def test_bit_for_bit(k, others):
     a,b = (train(*deepcopy(others), *[cb() for cb in cbs]) for cbs in (memory[k],[]))
     assert_exact(a, b, tol=0)
 
@@ -101,11 +93,10 @@ def test_bit_for_bit(k, others, copies):
 
 everything = dict(exact=lambda: [MicroBatch(3, exact=True)], coupled=lambda: [MicroBatch(3, coupled=True)],
                   memory=lambda: [GradientCheckpointing(),OffloadActivations()])
-cases = [pytest.param(k, marks=needs_exact) if k=='exact' else k for k in everything]
 
 @pytest.mark.parametrize('event', ['before_fit','before_train','after_pred','after_backward','before_validate'])
-@pytest.mark.parametrize('k', cases)
-def test_ctrl_c(k, event):
+@pytest.mark.parametrize('k', everything)
+def test_ctrl_c(k, event, device):
     def interrupt(cb): raise KeyboardInterrupt
     learn = make_learner(make_dls(20, 8, x=images), Net().double(), cbs=everything[k](), splitter=params)
     with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=Callback(**{event:interrupt}))
@@ -113,7 +104,7 @@ def test_ctrl_c(k, event):
     learn.fit(1)
 
 @pytest.mark.parametrize('how', [deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=['deepcopy','pickle'])
-@pytest.mark.parametrize('k', cases)
+@pytest.mark.parametrize('k', everything)
 def test_copies_in_the_middle_of_a_batch(k, how):
     "As of a callback that averages weights: a copy runs by itself, as a plain model"
     class Copies(Callback):

@@ -43,7 +43,6 @@ settings = dict(mean=lambda: [AccumulateStep(4)], sum=lambda: [AccumulateStep(4,
 @pytest.mark.parametrize('how', settings)
 def test_noise_sums(how):
     "The sums of the hooks are those of gradients that are stored; the training is the same as without"
-    if how=='scaled' and needs_scaler.args[0]: pytest.skip(needs_scaler.kwargs['reason'])
     a = make_learner(uneven(), loss_func=weighted, cbs=[*settings[how](), NoiseScale(), Stored()])
     b = make_learner(uneven(), loss_func=weighted, cbs=settings[how]())
     for l in (a,b): l.fit(2)
@@ -117,7 +116,6 @@ def exact_gradient(dtype):
         for s,p in zip(sums, model.parameters()): s += p.grad.double()/64
     return sums
 
-@needs_dtype
 @pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
 def test_two_units_in_the_last_place(dtype):
     def error(*cbs):
@@ -131,12 +129,10 @@ def test_two_units_in_the_last_place(dtype):
         return max(map(ulps, learn.spy.steps[0]['grads'], exact_gradient(dtype)))
     assert error(GradAccumDtype())<=2<error()
 
-@needs_dtype
 @pytest.mark.parametrize('kw', [dict(), dict(drop_last=True), dict(loss_func=weighted)],
                          ids=['tail','dropped','weighted'])
 def test_sums_of_float64_are_exact(kw): same(lambda: [AccumulateStep(4), GradAccumDtype()], **kw)
 
-@needs_dtype
 @pytest.mark.parametrize('event', ['before_batch','after_backward','before_step'])
 @pytest.mark.parametrize('exc', [KeyboardInterrupt,CancelBatchException,CancelFitException])
 def test_no_sums_are_left(exc, event):
@@ -230,7 +226,6 @@ def net(*ms): return nn.Sequential(nn.Linear(6,5), *ms, nn.Tanh(), nn.Linear(5,3
 def learner(model=None, loss_func=None, cbs=None):
     return make_learner(make_dls(64, 8), model, loss_func, SGD, cbs)
 
-@needs_exact
 def test_check_finds_the_causes():
     "Each remedy is tried, and the learner stays as it was"
     learn = learner(net(nn.BatchNorm1d(5), nn.Dropout()), masked, AccumulateStep(4))
@@ -245,7 +240,6 @@ def test_check_finds_the_causes():
         check = mended.check_accumulation()
         assert not check.causes and check.error<=TOL
 
-@needs_exact
 def test_check_of_the_patch():
     "What is turned on for all learners is what is checked, and stays on"
     learn = learner(loss_func=masked)

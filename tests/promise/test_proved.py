@@ -2,12 +2,9 @@
 import sys
 from pathlib import Path
 import pytest
-from harness import needs_exact
 from kinds import controls,kinds,verdict
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]/'benchmarks'))
 proved = pytest.importorskip('proved', reason='needs fastai with vision, text and tabular')
-
-pytestmark = needs_exact
 
 odd = """hook_fills_a_dict averaged_weights if_requires_grad dropout_of_two_views function_of_autograd similarities
 random_partners layerdrop_by_torch normal_of_some_columns""".split()
