@@ -3,7 +3,7 @@ BIN    := .venv/bin
 DEMO   := .venv/.demo
 READY  := .venv/.installed
 
-.PHONY: help demo test test-all works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-checkpointing bench-noise what-fits bench-gpu proved size clean
+.PHONY: help demo test test-all works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-checkpointing bench-memory bench-noise what-fits bench-gpu proved size clean
 
 help: ## One line for each command
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -46,12 +46,18 @@ bench-distributed: $(READY) ## What two processes send, and how long it takes th
 bench-microbatch: $(READY) ## What cutting a batch costs in time and saves in memory
 	$(BIN)/python benchmarks/microbatch.py
 
-bench-wholebatch: $(READY) ## What the ways to keep the whole batch cost, in time and memory
+bench-wholebatch: $(READY) ## What the ways to keep the whole batch cost in time
 	$(BIN)/python benchmarks/wholebatch.py
 
-bench-checkpointing: $(READY) ## What recomputing blocks saves, and what it costs, for common architectures
+bench-checkpointing: $(READY) ## What recomputing blocks costs in time, for common architectures
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
 	$(BIN)/python benchmarks/checkpointing.py
+
+bench-memory: $(READY) ## What each way takes in memory, and how exact it is, on an accelerator or on the simulated one (an hour)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/memory.py --save
+	for f in works_with index howto/memory memory/checkpointing memory/offload; do $(BIN)/nbdev-test --save nbs/$$f.ipynb || exit; done
+	$(BIN)/nbdev-clean
 
 bench-noise: $(READY) ## What measuring the noise of gradients costs in time
 	$(BIN)/python benchmarks/noise.py

@@ -1,11 +1,8 @@
-"""What `GradientCheckpointing` and `OffloadActivations` save in memory, and what the first costs in time, for common architectures.
+"""What `GradientCheckpointing` costs in time, for common architectures. benchmarks/memory.py measures what it saves in memory, for the same ones.
 
     python benchmarks/checkpointing.py            # print the table, about six minutes on two cores
     python benchmarks/checkpointing.py --save     # and write it to benchmarks/results/checkpointing.json, which the docs show
     python benchmarks/checkpointing.py --pairs 2  # a quick look
-
-Memory is the exact peak of all allocations of one training step. The first column adds the parameters and buffers, and the second one also adds the gradients and
-the state of Adam: neither way changes the size of these. What `OffloadActivations` keeps in the memory of the host is not counted, as it would not be on a GPU.
 """
 import argparse,warnings
 from functools import partial
@@ -17,7 +14,6 @@ from fastai.text.all import AWD_LSTM,awd_lstm_clas_config,get_text_classifier,rn
 from fastai.callback.progress import ProgressCallback
 from torchvision.models import VisionTransformer
 from fastai_accum.memory.checkpointing import GradientCheckpointing
-from fastai_accum.memory.offload import OffloadActivations
 
 def body(arch): return partial(create_vision_model, arch, 10, pretrained=False)
 def timm_body(arch): return create_timm_model(arch, 10, pretrained=False)[0]
@@ -41,10 +37,10 @@ nets = {'ResNet-18':(body(resnet18), images), 'ResNet-34':(body(resnet34), image
         'ViT, 8 layers of 384':(partial(VisionTransformer, 128, 16, 8, 6, 384, 1536, num_classes=10), images), 'BERT, 6 layers of 256, 128 tokens':(Bert, texts),
         'AWD-LSTM, 3 layers, 144 tokens':(partial(get_text_classifier, AWD_LSTM, 5000, 10, config={**awd_lstm_clas_config, 'emb_sz':200, 'n_hid':400}), partial(texts, n=144))}
 
-def learner(net, cbs=None):
+def learner(net, cbs=None, device=None):
     make,data = nets[net]
     torch.manual_seed(0)
-    device = default_device()
+    device = device or default_device()
     batches = [tuple(o.to(device) for o in data())]
     dls = DataLoaders(DataLoader(batches, bs=None), DataLoader(batches, bs=None), device=device)
     learn = Learner(dls, make().to(device), loss_func=nn.CrossEntropyLoss(), lr=1e-3, cbs=[NoValid()]+L(rnn_cbs() if 'LSTM' in net else None)+L(cbs))
@@ -53,13 +49,9 @@ def learner(net, cbs=None):
     return learn
 
 def costs(net, pairs):
-    plain,ckpt,off = learner(net),learner(net, GradientCheckpointing()),learner(net, OffloadActivations())
-    held,more = held_bytes(plain)
-    peaks = [peak_bytes(partial(l.fit, 1)) for l in (plain,ckpt)]
-    with apart(): peaks.append(peak_bytes(partial(off.fit, 1)))
+    plain,ckpt = learner(net),learner(net, GradientCheckpointing())
     time,pm = paired(partial(clock, partial(ckpt.fit, 1)), partial(clock, partial(plain.fit, 1)), pairs)
-    p,c,o = peaks
-    return dict(net=net, activations=p/2**20, parameters=held/2**20, alone=c/p, share=(c+held)/(p+held), all=(c+held+more)/(p+held+more), offload=(o+held)/(p+held), time=time, pm=pm)
+    return dict(net=net, time=time, pm=pm)
 
 if __name__=='__main__':
     p = argparse.ArgumentParser(); p.add_argument('--pairs', type=int, default=6); p.add_argument('--save', action='store_true'); args = p.parse_args()
@@ -67,8 +59,7 @@ if __name__=='__main__':
     rows = []
     for net in nets:
         rows.append(costs(net, args.pairs))
-        print(f"{net}: {rows[-1]['share']:.2f}", flush=True)
-    print(f'\nShares of the plain run at its peak, and time (medians of {args.pairs} pairs)\n')
-    print(table([(r['net'], f"{r['activations']:.0f} + {r['parameters']:.0f} MiB", f"{r['share']:.2f}", f"{r['all']:.2f}", f"{r['time']:.2f} ± {r['pm']:.2f}", f"{r['offload']:.2f}") for r in rows],
-                ['model','plain: step + parameters','checkpointing','gradients and Adam too','time','offload']))
+        print(f"{net}: {rows[-1]['time']:.2f}", flush=True)
+    print(f'\nTime with `GradientCheckpointing` over that of the plain run (medians of {args.pairs} pairs)\n')
+    print(table([(r['net'], f"{r['time']:.2f} ± {r['pm']:.2f}") for r in rows], ['model','time']))
     if args.save: save('checkpointing', pairs=args.pairs, rows=rows)

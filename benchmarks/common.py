@@ -1,10 +1,11 @@
 "What the benchmarks share: the machine, exact peak memory, paired timing, and results as a table and a file"
 import gc,json,os,platform,statistics,sys,time
-from contextlib import contextmanager
 from pathlib import Path
 os.environ.setdefault('KINETO_LOG_LEVEL', '5')   # the profiler would report the missing GPU as an error
 import torch
 from fastai.callback.core import Callback,CancelValidException
+from fastai.torch_core import default_device
+from fastai_accum.devices import api
 
 class NoValid(Callback):
     "Train only"
@@ -16,34 +17,23 @@ def keep_memory():
     if os.environ.get('MALLOC_MMAP_MAX_')!='0':
         os.execve(sys.executable, [sys.executable,*sys.argv], {**os.environ, 'MALLOC_MMAP_MAX_':'0', 'MALLOC_TRIM_THRESHOLD_':str(10**11)})
 
+def name_of(device):
+    "What `device` calls itself"
+    if device.type=='cpu': return 'no GPU'
+    return getattr(api(device), 'get_device_name', lambda _: device.type.upper())(device)
+
 def machine():
     "One line about what the figures were measured on"
     info = Path('/proc/cpuinfo')
     lines = info.read_text().splitlines() if info.exists() else []
     cpu = next((l.split(':')[1].strip() for l in lines if l.startswith('model name')), platform.processor())
-    gpu = f', {torch.cuda.get_device_name()}' if torch.cuda.is_available() else ', no GPU'
     import fastai
-    return f'{cpu}, {os.cpu_count()} cores{gpu}; Python {platform.python_version()}, torch {torch.__version__}, fastai {fastai.__version__}'
+    return f'{cpu}, {os.cpu_count()} cores, {name_of(default_device())}; Python {platform.python_version()}, torch {torch.__version__}, fastai {fastai.__version__}'
 
-def peak_bytes(f):
-    "The peak of the bytes that `f` allocates, on the GPU if there is one, on top of what was there before"
+def peak_bytes(f, device=None):
+    "The peak of the bytes that `f` allocates on `device`, where fastai puts learners by default, on top of what was there before"
     from fastai_accum.know.what_fits import peak_bytes
-    return peak_bytes(f, torch.device('cuda' if torch.cuda.is_available() else 'cpu'))
-
-@contextmanager
-def apart():
-    """For a model on the CPU, let `Host` copy to memory of NumPy, as it copies to the host on a GPU. `peak_bytes` does not count this memory, so it counts what a
-    GPU would hold. For a model on a GPU, nothing changes."""
-    import numpy as np
-    from fastai_accum.memory.offload import Host
-    def room(self, t):
-        if t.device.type!='cpu': return was[1](self, t)
-        like = torch.empty_like(t, device='meta')
-        return torch.from_numpy(np.empty(t.numel()*t.element_size(), np.uint8)).view(t.dtype).as_strided(like.shape, like.stride())
-    here,was = (lambda self, t: t.device.type=='meta'),(Host.here,Host.room)
-    Host.here,Host.room = here,room
-    try: yield
-    finally: Host.here,Host.room = was
+    return peak_bytes(f, device or default_device())
 
 def held_bytes(learn):
     "Two numbers of bytes: of the parameters and buffers, and of the gradients and the state of the optimizer"
@@ -72,7 +62,7 @@ def clock(f):
     gc.collect(); gc.disable()
     try:
         t = time.perf_counter(); f()
-        if torch.cuda.is_available(): torch.cuda.synchronize()
+        if torch.accelerator.is_available(): torch.accelerator.synchronize()
         return time.perf_counter()-t
     finally: gc.enable()
 

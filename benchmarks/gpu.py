@@ -80,7 +80,7 @@ def _process(rank, out):
     d.dist.destroy_process_group()
 
 commands = [['-m','pytest','-n','0','-q',str(here.parent/'tests'),'-k','gpu or synchronisation_inside'],
-            *([str(here/f'{o}.py'),'--save'] for o in ('overhead','microbatch','wholebatch','checkpointing','noise'))]
+            *([str(here/f'{o}.py'),'--save'] for o in ('overhead','microbatch','memory','wholebatch','checkpointing','noise'))]
 functions = out_of_memory,exact,overlap,tables
 
 if __name__=='__main__':

@@ -1,15 +1,12 @@
-"""What the ways to train on a batch that is too large cost: peak memory and time of each over the large batch, for a batch of 64 images.
+"""What the ways to train on a batch that is too large cost in time, over that of the large batch, for a batch of 64 images.
+benchmarks/memory.py measures their memory.
 
     python benchmarks/wholebatch.py            # print the tables, about 12 minutes on two cores
     python benchmarks/wholebatch.py --save     # and write them to benchmarks/results/wholebatch.json, which the docs show
     python benchmarks/wholebatch.py --pairs 2 --quick   # ResNet-50 at 64 pixels only
     python benchmarks/wholebatch.py --pairs 9 --dropout --save   # only small transformers with dropout, to benchmarks/results/dropout.json
-
-Memory is the peak of what a training step allocates. Every allocation is counted; gradients are allocated before the step and so do not count.
-What `exact` and `OffloadActivations` copy to the host is counted separately, in the column "on the host". Without a GPU, `apart` in common.py lets them
-copy all the same, to memory that does not count as the device's.
 """
-import argparse,contextlib,io,warnings,weakref
+import argparse,contextlib,io,warnings
 from functools import partial
 from common import *
 if __name__=='__main__': keep_memory()
@@ -18,16 +15,15 @@ from fastai.vision.all import *
 from fastai.callback.progress import ProgressCallback
 from torchvision.models import VisionTransformer
 from fastai_accum.all import *
-from fastai_accum.memory.offload import Host
 
-BS,README = 64,('ResNet-50',64)   # what the README shows
+BS,SLICE,README = 64,8,('ResNet-50',64)   # what the README shows
 def resnet(arch): return lambda px: create_vision_model(arch, 10, pretrained=False)
 def vit(px): return VisionTransformer(px, 8, 8, 6, 192, 768, num_classes=10, dropout=.1)
 nets = {'ResNet-18':resnet(resnet18), 'ResNet-50':resnet(resnet50), 'transformer':vit}
 ways = {'the large batch':lambda bs: [], 'MicroBatch':lambda bs: MicroBatch(bs), 'coupled':lambda bs: MicroBatch(bs, coupled=True), 'exact':lambda bs: MicroBatch(bs, exact=True),
         'GradientCheckpointing':lambda bs: GradientCheckpointing(), 'OffloadActivations':lambda bs: OffloadActivations()}
 
-def learner(net, px, way, bs=8):
+def learner(net, px, way, bs=SLICE):
     torch.manual_seed(0)
     device = default_device()
     batches = [(torch.randn(BS,3,px,px).to(device), torch.randint(10, (BS,)).to(device))]
@@ -37,39 +33,15 @@ def learner(net, px, way, bs=8):
     with contextlib.redirect_stdout(io.StringIO()): learn.fit(1)   # the first epoch allocates what stays
     return learn
 
-@contextmanager
-def counting(host):
-    "Count the peak of the bytes that are on the host"
-    put,now = Host.room,[0]
-    def room(self, t):
-        res = put(self, t)
-        n = t.numel()*t.element_size()
-        now[0] += n; host[0] = max(host[0], now[0])
-        weakref.finalize(res, lambda: now.__setitem__(0, now[0]-n))
-        return res
-    Host.room = room
-    try: yield
-    finally: Host.room = put
-
-def memory(net, px, way, bs=8):
-    "Peak bytes on the device and on the host"
-    learn,host = learner(net, px, way, bs),[0]
-    with apart(),counting(host): n = peak_bytes(partial(learn.fit, 1))
-    return n,host[0]
-
-def costs(net, px, pairs, large):
+def costs(net, px, pairs):
     plain,rows = learner(net, px, 'the large batch'),[]
     for way in list(ways)[1:]:
         if way=='coupled' and (net,px)!=README: continue   # microbatch.py measures this in more cases
-        n,host = memory(net, px, way)
         learn = learner(net, px, way)
         t,pm = paired(partial(clock, partial(learn.fit, 1)), partial(clock, partial(plain.fit, 1)), pairs)
-        rows.append(dict(net=net, px=px, way=way, large=large/2**20, memory=n/large, host=host/large, time=t, pm=pm))
+        rows.append(dict(net=net, px=px, way=way, time=t, pm=pm))
+        print(f'{net} {px} {way}: {t:.2f}', flush=True)
     return rows
-
-def slopes(net, px, large):
-    "Memory by the number of slices"
-    return [dict(net=net, px=px, way=way, slices=k, memory=memory(net, px, way, BS//k)[0]/large) for k in (4,8,16,32) for way in ('MicroBatch','exact')]
 
 class Words(nn.Module):
     "A small transformer with dropout and `w` numbers for each of 8 words"
@@ -107,16 +79,8 @@ if __name__=='__main__':
     print(machine())
     widths(args.pairs, args.save)
     if args.dropout: raise SystemExit
-    rows,steps = [],[]
-    for net,px in [('ResNet-50',64)] if args.quick else [(net,px) for net in nets for px in (32,64)]:
-        large,_ = memory(net, px, 'the large batch')
-        rows += costs(net, px, args.pairs, large)
-        if px==64 and net!='ResNet-18': steps += slopes(net, px, large)
-        for r in rows:
-            if (r['net'],r['px'])==(net,px): print(f"{net} {px} {r['way']}: {r['memory']:.3f}, time {r['time']:.2f}", flush=True)
-    print(f'\n{BS} images, in slices of 8 where they are sliced; shares of the large batch (medians of {args.pairs} pairs)\n')
-    print(table([(r['net'], r['px'], f"{r['large']:.0f} MiB", r['way'], f"{r['memory']:.3f}", f"{r['host']:.2f}", f"{r['time']:.2f} ± {r['pm']:.2f}") for r in rows],
-                ['model','pixels','large batch','way','memory','on the host','time']))
-    print('\nMemory by the number of slices\n')
-    print(table([(s['net'], s['way'], s['slices'], f"{s['memory']:.3f}") for s in steps], ['model','way','slices','memory']))
-    if args.save: save('wholebatch', batch=BS, slice=8, pairs=args.pairs, rows=rows, slopes=steps)
+    rows = []
+    for net,px in [README] if args.quick else [(net,px) for net in nets for px in (32,64)]: rows += costs(net, px, args.pairs)
+    print(f'\n{BS} images, in slices of {SLICE} where they are sliced; time over that of the large batch (medians of {args.pairs} pairs)\n')
+    print(table([(r['net'], r['px'], r['way'], f"{r['time']:.2f} ± {r['pm']:.2f}") for r in rows], ['model','pixels','way','time']))
+    if args.save: save('wholebatch', batch=BS, slice=SLICE, pairs=args.pairs, rows=rows)
