@@ -10,7 +10,8 @@ __all__ = []
 # %% ../nbs/index.ipynb #cae9a1f5
 from fastai_accum import core,patch,microbatch
 from fastai_accum.extras import batchnorm,clip,skip,precision
-from fastai_accum.know import noise,schedules
+from fastai_accum.exact import whole   # what `exact=True` needs
+from fastai_accum.know import check,noise,prove,schedules,what_fits
 from fastai_accum.loss import loss_weight
 from fastai_accum.core import *
 from fastai_accum.patch import *
@@ -23,12 +24,6 @@ from fastai_accum.know.schedules import *
 from fastai_accum.know.noise import NoiseScale
 from fastai_accum.memory.checkpointing import GradientCheckpointing
 from fastai_accum.memory.offload import OffloadActivations
-
-# %% ../nbs/index.ipynb #347da270
-import torch
-if hasattr(torch, 'get_autocast_dtype'):   # what `exact=True` and its proof need
-    from fastai_accum.exact import whole
-    from fastai_accum.know import check,prove,what_fits
 
 # %% ../nbs/index.ipynb #f21b2315
 __all__ = ['loss_weight', *core.__all__, *patch.__all__, *microbatch.__all__, *batchnorm.__all__, *clip.__all__,

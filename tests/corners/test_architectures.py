@@ -5,11 +5,9 @@ batch."""
 import sys
 from pathlib import Path
 import pytest
-from harness import needs_exact
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]/'benchmarks'))
 proved = pytest.importorskip('proved', reason='needs fastai with vision, text and tabular')
 
-pytestmark = needs_exact
 tol = 1e-8   # of deep networks with batch norm over few samples, whose rounding grows from layer to layer
 
 packages = dict(timm='timm', transformers='transformers')

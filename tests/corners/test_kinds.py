@@ -4,16 +4,15 @@ The models are in tests/kinds.py, three or more for each row of what broke an ea
 it is a model that is right, and a refusal of it would be a false alarm."""
 import re
 import pytest
-from harness import needs_exact
-from kinds import E,controls,kinds,later,tol,verdict
+from kinds import controls,kinds,later,tol,verdict
 
 arguments = dict(exact='exact=True', coupled='coupled=True', checkpointing='GradientCheckpointing')
 
 unseen = pytest.mark.xfail(strict=True, reason='a limit, which the page "What is proved, what is refused" names')
 
 def each(ks):
-    def marks(k, way): return [needs_exact]*(way==E)+[unseen]*(way in ks[k].limit)
-    return [pytest.param(k, way, id=f'{k}-{way}', marks=marks(k, way)) for k in ks for way in ks[k].ways]
+    return [pytest.param(k, way, id=f'{k}-{way}', marks=[unseen]*(way in ks[k].limit))
+            for k in ks for way in ks[k].ways]
 
 def words(model):
     "The names by which a message can say where something differs: of modules, parameters, buffers and attributes"
