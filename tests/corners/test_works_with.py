@@ -22,8 +22,8 @@ def cell(text): return text.replace('|', '\\|').replace('`', "'")
 def test_page():
     "The committed page is that of the committed figures"
     nb = json.loads((Path(__file__).resolve().parents[2]/'nbs'/'works_with.ipynb').read_text())
-    text = '\n'.join(''.join(o['data']['text/markdown']) for c in nb['cells'] for o in c.get('outputs', [])
-                     if 'text/markdown' in o.get('data', {}))
+    tables = [c for c in nb['cells'] if c['cell_type']=='code' and 'table("' in ''.join(c['source'])]
+    text = '\n'.join(''.join(o['data']['text/markdown']) for c in tables for o in c['outputs'])
     lines = [l for l in text.splitlines() if l.startswith('| ') and not l.startswith(('| ---','| With |'))]
     assert len(lines)==len(committed())
     for r in committed().values():
