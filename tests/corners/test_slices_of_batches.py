@@ -955,7 +955,9 @@ def test_hidden_states_of_transformers():
             self.m = transformers.BertForSequenceClassification(config).double()
         def forward(self, x): o = self.m(x); return o.logits+o.hidden_states[1].mean((1,2))[:,None]
     def flat(learn): return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
-    def dls(n, bs, drop_last): return make_dls(n, bs, x=torch.randint(1, 20, (n,8), generator=torch.manual_seed(0)), y=classes(n, 2))
+    def dls(n, bs, drop_last):
+        x = torch.randint(1, 20, (n,8), generator=torch.manual_seed(0))
+        return make_dls(n, bs, x=x, y=classes(n, 2))
     kw = dict(model=Bert, dls=dls, opt_func=SGD, **one_group)
     ref = train(**kw)
     for coupled in False,True:
@@ -1002,4 +1004,5 @@ def test_gradient_penalties(kw, model, way):
     if is_exact or model is small_model: assert_same(run('pred', cb()), run('pred'))
     if is_exact and model is with_norm and 'retain_graph' in kw: return assert_same(run('x', cb()), run('x'))
     what = 'create_graph=True' if is_exact and model is with_norm else 'torch.autograd.grad'
-    with pytest.raises(RuntimeError, match=f'(?s)event `after_loss`.*MicroBatch: .*{what} can lead to the pred'): run('x', cb())
+    says = f'(?s)event `after_loss`.*MicroBatch: .*{what} can lead to the pred'
+    with pytest.raises(RuntimeError, match=says): run('x', cb())

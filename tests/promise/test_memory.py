@@ -74,7 +74,8 @@ def test_a_plain_chain_is_cut_into_blocks(device, fakegpu):
     "Of 24 layers, about five in each block"
     def model():
         torch.manual_seed(0)
-        layers = [o for k in range(8) for o in (nn.Conv2d(8 if k else 3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
+        def layer(k): return nn.Conv2d(8 if k else 3, 8, 3, padding=1),nn.BatchNorm2d(8),nn.ReLU()
+        layers = [o for k in range(8) for o in layer(k)]
         return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
     a,b = (step_bytes(get_learner(*cbs, model=model), fakegpu) for cbs in ([GradientCheckpointing()],[]))
     assert a/b<=.55, a/b

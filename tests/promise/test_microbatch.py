@@ -147,7 +147,9 @@ def test_texts(coupled):
     x = L(['a','bb','ccc','dddd']*19)
     class Texts(nn.Module):
         def __init__(self): super().__init__(); self.m,self.seen = small_model(),[]
-        def forward(self, texts): logs.setdefault(self, []).append(len(texts)); return self.m(torch.stack(list(map(row, texts))))
+        def forward(self, texts):
+            logs.setdefault(self, []).append(len(texts))
+            return self.m(torch.stack(list(map(row, texts))))
     def row(t): return torch.arange(6).double()*len(t)/10-len(t)
     a,b = whole(lambda: MicroBatch(5, coupled=coupled), x=x, model=Texts)
     close(a.validate(), b.validate())

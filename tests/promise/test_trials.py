@@ -25,7 +25,8 @@ trials = dict(what_fits=lambda l: l.what_fits('1GB', n_try=1), check=lambda l: l
 @pytest.mark.parametrize('k', trials)
 def test_keeps_off(k, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    cbs = [CSVLogger(),SaveModelCallback(every_epoch=True),EarlyStoppingCallback(),Logs(),Projects(),ShowGraphCallback()]
+    savers = CSVLogger(),SaveModelCallback(every_epoch=True),EarlyStoppingCallback()
+    cbs = [*savers, Logs(), Projects(), ShowGraphCallback()]
     learn = make_learner(make_dls(64, 8), small_model().float(), cbs=cbs, path=tmp_path, splitter=params,
                          loss_func=lambda pred, y: F.cross_entropy(pred, y))
     for dl in learn.dls.loaders: dl.dataset.x = dl.dataset.x.float()
