@@ -22,6 +22,7 @@ demo: $(DEMO) ## Train on digits: the large batch, AccumulateStep, and fastai's 
 
 test: $(READY) ## Every notebook, and the tests of the promise
 	OMP_NUM_THREADS=1 $(BIN)/nbdev-test --n-workers 2
+	FAKEGPU=1 OMP_NUM_THREADS=1 $(BIN)/nbdev-test nbs/memory/offload.ipynb
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: $(READY) ## Every notebook and every test, with those of the corners
