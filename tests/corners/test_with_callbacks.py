@@ -194,8 +194,11 @@ def test_channels_last_input(works):
                 model=conv_model))
 
 @row('Models', 'ParallelTrainer', note='`DataParallel` on a machine without GPUs, where it has one replica.')
-def test_parallel_trainer(works):
+def test_parallel_trainer(works, monkeypatch):
     from fastai.distributed import ParallelTrainer
+    # another test may have loaded the simulated accelerator
+    module = sys.modules['torch.nn.parallel.data_parallel']
+    monkeypatch.setattr(module, '_get_available_device_type', lambda: None)
     works(*pair(lambda: ParallelTrainer(None), splitter=trainable_params))
 
 compiler = pytest.mark.skipif(not shutil.which('g++'), reason='compiles a model to C++, and there is no compiler')
