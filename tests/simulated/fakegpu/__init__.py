@@ -100,7 +100,7 @@ def set_limit(n, d=None):
     _C.set_limit(_index(d), int(n or 0))
 
 def stats(d=None):
-    "Of a device: bytes `now`, at the `peak` and in `total`, their `limit`, and how many blocks and errors (`ooms`)"
+    "Of a device: bytes `now`, at the `peak` and in `total`, the `limit`, and the `count` of blocks and of `ooms`"
     return _C.stats(_index(d))
 
 def pinned_stats():
