@@ -13,7 +13,7 @@ from fastai.basics import *
 from fastai_accum.core import AccumulateStep
 
 root  = Path(__file__).resolve().parent.parent/'fastai_accum'
-promise = 'core microbatch windows replace processes wholebatch refusals slices rewind patch'.split()
+promise = 'core microbatch windows replace processes turns refusals slices state patch'.split()
 
 def size(f):
     "Lines and statements of a module, and its longest line"

@@ -6,10 +6,10 @@ Docs: https://fastai-accum.github.io/fastai_accum/devices.html.md"""
 
 # %% auto #0
 __all__ = ['accelerator', 'accelerators', 'api', 'has_float64', 'counts_memory', 'has_streams', 'free_memory', 'synchronize',
-           'generator_of', 'n_autocast', 'Autocast', 'streams']
+           'is_out_of_memory', 'generator_of', 'n_autocast', 'Autocast', 'streams']
 
 # %% ../nbs/devices.ipynb #de000005
-import torch
+import re,torch
 from contextlib import contextmanager
 from torch import nn
 
@@ -42,6 +42,13 @@ def free_memory(device):
 def synchronize(model):
     "Wait until the devices of `model` have done what they were told"
     for d in accelerators(model): torch.accelerator.synchronize(d)
+
+# %% ../nbs/devices.ipynb #a340aa38
+_oom = r'out of memory|not enough memory|can.t allocate memory|CU(BLAS|DNN)_STATUS_(\w*_)?ALLOC(ATION)?_FAILED'
+
+def is_out_of_memory(e)->bool:
+    "Whether the error `e` says that memory ran out"
+    return isinstance(e, MemoryError) or isinstance(e, RuntimeError) and bool(re.search(_oom, str(e), re.I))
 
 # %% ../nbs/devices.ipynb #de000015
 def generator_of(device):

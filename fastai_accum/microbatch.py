@@ -8,15 +8,16 @@ Docs: https://fastai-accum.github.io/fastai_accum/microbatch.html.md"""
 __all__ = ['MicroBatch']
 
 # %% ../nbs/microbatch.ipynb #ae158ef2
+import gc
 from fastai.basics import *
 from .core import WindowCallback,clear_gradients,parameters
 from .processes import Alone,processes
 from .refusals import check_count,check_flags,check_function,note_batch_norm,refuse_unknown
 from .replace import lent
-from .held import Hidden,ModelState
-from .rewind import WindowState,is_out_of_memory
+from .devices import Autocast,accelerators,free_memory,is_out_of_memory
 from .slices import is_array,join,leaves,n_rows,slices,tree_map,versions
-from .wholebatch import refuse_backward,twice
+from .state import ModelState,State,arrays,everybodys,held
+from .turns import Hidden,one_by_one,refuse_backward
 from .windows import batch_size,n_of
 
 # %% ../nbs/microbatch.ipynb #c720d328
@@ -26,7 +27,8 @@ class MicroBatch(WindowCallback):
     Example: `cbs=MicroBatch(16, exact=True)`. Without exact, batch norm and dropout see one slice. Errors come at once.
     https://fastai-accum.github.io/fastai_accum/microbatch.html"""
     name,cuts,run_valid = 'micro_batches',True,True   # `learn.micro_batch` is the method
-    group,_stateattrs = Alone(),('window','way','group')   # `group`: the processes that train together
+    group,mode = Alone(),None   # the processes that train together; how the slices of this epoch show the batch
+    _stateattrs = 'window','group','mode'
     def __init__(self,
         bs:int|str='auto', # Samples in a slice; `'auto'` starts with the whole batch, and halves it if memory runs out
         *,
@@ -42,7 +44,7 @@ class MicroBatch(WindowCallback):
         self.check()
         self.n,self.size = None,None   # samples in the batch that is being cut; samples in a slice of the last batch
         self.fits = {}   # samples in a slice that fits, if a batch does not: in training (`True`) and validation
-        self.is_cut,self.looked,self.warned = False,False,False   # for `after_pred`
+        self.warned = False   # that a batch was not cut
 
     def check(self):
         "Refuse a wrong argument, also one that was set later"
@@ -70,7 +72,7 @@ def begin(self:MicroBatch):
     learn = self.learn
     super(MicroBatch, self).begin()
     if learn.lock.locked(): return   # a validation
-    self.looked = self.warned = False
+    self.warned = False
     if hasattr(get_model(learn.model), 'reset') and not Hidden(learn.model).ms:
         raise ValueError("MicroBatch: the model has a reset(), so it carries a state from batch to batch, and only "
                          "that of AWD-LSTM can be cut; use a smaller batch size in the loader, and AccumulateStep")
@@ -103,35 +105,60 @@ def check_slices(dls, b, parts, bs):
                      f"of the batch, and together its {n} samples in their order; got {sizes or type(parts).__name__}")
 
 # %% ../nbs/microbatch.ipynb #f9a6efdf
-@patch
-def parts(self:MicroBatch, learn, b):
-    "The micro-batches of batch `b`, each with its samples, and whether it is the last: its slices, or the whole of it"
-    if self.shows_whole:
-        with self.sliced(learn): yield b,n_of(learn.dls, b),True
-    else:
-        (parts,sizes),state = self.cut(learn, b),Hidden(learn.model)
-        self.begin_batch(len(parts))
+class Plain:
+    "Callbacks and the loss see one slice after another"
+    def __init__(self, micro): self.micro,self.looked = micro,False
+
+    def parts(self, learn, b):
+        "The micro-batches of batch `b`, each with its samples, and whether it is the last"
+        parts,sizes = self.micro.cut(learn, b)
+        hidden = Hidden(learn.model)
+        self.micro.begin_batch(len(parts))
         for k,(part,n) in enumerate(zip(parts, sizes)):
-            with state.rows(sum(sizes[:k]), n, sum(sizes)): yield part,n,k==len(parts)-1
+            with hidden.rows(k, sizes): yield part,n,k==len(parts)-1
+
+    def after_pred(self, learn):
+        "Refuse predictions that validation cannot join"
+        micro = self.micro
+        if self.looked or not micro.valid or micro.split or not micro.n or micro.size>=micro.n: return
+        self.looked,n = True,n_rows(learn.xb)
+        pred = tree_map(lambda o: o.detach().to('meta') if isinstance(o, Tensor) else o, learn.pred)   # no memory
+        join([pred]*2, [n]*2)
+
+# %% ../nbs/microbatch.ipynb #f9a6efe0
+class Coupled:
+    "Callbacks and the loss see the whole batch; the model runs on each slice"
+    def __init__(self, micro): self.micro,self.is_cut = micro,False
+
+    def parts(self, learn, b):
+        with self.micro.sliced(learn): yield b,n_of(learn.dls, b),True
+
+    def run(self, learn, forward, xb, parts, sizes):
+        "The predictions for each slice"
+        self.micro.begin_batch(len(parts))
+        return one_by_one(ModelState(learn.model), forward, parts, sizes)
+
+    def after_pred(self, learn):
+        "Warn of a batch that should have been cut, and was not"
+        was_cut,self.is_cut = self.is_cut,False
+        if not was_cut: self.micro.warn(learn)
 
 # %% ../nbs/microbatch.ipynb #6ff7e75e
 @patch
-def after_pred(self:MicroBatch):
-    "Refuse predictions that validation cannot join; warn of a batch that should have been cut, and was not"
-    learn = self.learn
-    if self.shows_whole if learn.training else self.valid: return self.warn_if_whole(learn)
-    if not learn.training or not self.valid or self.looked or self.split or not self.n or self.size>=self.n: return
-    self.looked,n = True,n_rows(learn.xb)
-    pred = tree_map(lambda o: o.detach().to('meta') if isinstance(o, Tensor) else o, learn.pred)   # without memory
-    join([pred]*2, [n]*2)
+def parts(self:MicroBatch, learn, b): return self.mode.parts(learn, b)
 
 @patch
-def warn_if_whole(self:MicroBatch, learn):
-    was_cut,self.is_cut,b = self.is_cut,False,(*learn.xb,*learn.yb)
-    if was_cut or self.warned: return
-    n = n_of(learn.dls, b)
-    if n<=(self.fits.get(learn.training, n) if self.bs=='auto' else self.bs): return
-    self.warned,hint = True,'leave out coupled and exact' if learn.training else 'pass valid=False'
+def after_pred(self:MicroBatch):
+    if self.mode and (self.learn.training or self.valid): self.mode.after_pred(self.learn)
+
+@patch
+def warn(self:MicroBatch, learn):
+    "Warn once in a fit if the batch of `learn`, which was not cut, is a large one"
+    n = n_of(learn.dls, (*learn.xb,*learn.yb))
+    bs = self.fits.get(learn.training, n) if self.bs=='auto' else self.bs
+    if n<=bs or self.warned: return
+    self.warned = True
+    hint = 'leave out coupled and exact' if learn.training else 'pass valid=False'
     warnings.warn(f"MicroBatch: a batch of {n} samples was not cut, because the model got other inputs than those of "
                   "the batch: from a forward pre-hook, or because it was called in another way. Change the inputs in "
                   f"`before_batch`, or {hint}", stacklevel=2)
@@ -140,9 +167,10 @@ def warn_if_whole(self:MicroBatch, learn):
 @patch
 @contextmanager
 def around_batches(self:MicroBatch, learn):
-    "For an epoch: choose how the slices run when they show the whole batch, which validation does too"
-    if self.exact: from fastai_accum.exact.whole import Whole   # here, or it would import this module first
-    self.way = Whole(self) if self.exact else twice
+    "The mode of an epoch; validation always shows the whole batch"
+    if self.exact: from fastai_accum.exact.whole import Exact as mode   # here, since it imports this module
+    else: mode = Coupled if self.coupled or not learn.training else Plain
+    self.mode = mode(self)
     try:
         if learn.training or not self.valid: yield; return
         with processes(learn.model).silent(),self.sliced(learn): yield
@@ -170,12 +198,11 @@ def forward(self:MicroBatch, learn, forward, *xb, **kwargs):
     "Runs `forward` slice by slice on the batch of `learn`, and as it is on any other input"
     is_batch = not kwargs and len(xb)==len(learn.xb) and all(a is b for a,b in zip(xb, learn.xb))
     if not is_batch: return forward(*xb, **kwargs)
-    self.is_cut = True
+    self.mode.is_cut = True
     def run():
         parts,sizes = self.cut_inputs(learn, xb)
         if len(parts)<2 and not (learn.training and self.group.synced): return forward(*xb)
-        if not self.exact or sizes is None: self.begin_batch(len(parts))
-        preds = self.way(learn, forward, xb, parts, sizes, partial(self.cut_inputs, learn))
+        preds = self.mode.run(learn, forward, xb, parts, sizes)
         refuse_backward('create_graph=True', torch.is_grad_enabled, [x for _,x in leaves(preds)])
         return join(preds, sizes or [find_bs(o) for o in preds])
     if learn.training:
@@ -196,19 +223,33 @@ def begin_batch(self:MicroBatch, n_slices=1, messages=()):
     if self.group.synced and self.learn.training: self.group.begin(parameters(self.learn), n_slices, messages)
 
 # %% ../nbs/microbatch.ipynb #5f4693b4
+def window_state(learn, metrics):
+    "What a window of `learn` can change before its step, with `metrics` of the training set, as it is now"
+    modules = nn.ModuleList(o for o in (learn.model,learn.loss_func) if isinstance(o, nn.Module))
+    counted = held(*metrics)
+    tensors = [*modules.buffers(), *arrays(counted)]
+    return State([*held(modules), *counted], tensors, everybodys(learn.model))
+
 @patch
 def attempt(self:MicroBatch, epoch, sum_up, batches):
     "The window `sum_up(batches)`; with `bs='auto'` the same batches in smaller slices, if memory runs out"
     self.group = epoch.group
     if self.bs!='auto': return self.retry(epoch.learn, partial(sum_up, batches))
     learn,acc,seen = epoch.learn,epoch.acc,[]
-    state,scale,n_micro = WindowState(learn, epoch.metrics),acc.scale,acc.counts.n_micro
+    state,autocast = window_state(learn, epoch.metrics),Autocast()
+    scale,n_micro = acc.scale,acc.counts.n_micro
     def drawn():
         yield from [b for b,_ in seen]
         self.n = None   # memory that runs out now is that of the loader
-        for b in batches: seen.append((b,versions(b))); yield b; self.n = None
+        for b in batches:
+            seen.append((b, versions(b)))
+            yield b
+            self.n = None
     def undo():
         clear_gradients(learn)
+        autocast.restore()   # mixed precision closes it after the loss
+        learn.xb,learn.yb = (None,),(None,)
+        learn.pred = learn.loss = learn.loss_grad = None
         state.restore()
         acc.scale,acc.counts.n_micro = scale,n_micro
     return self.retry(learn, lambda: sum_up(drawn()), seen, undo)
@@ -227,6 +268,8 @@ def retry(self:MicroBatch, learn, run, seen=(), undo=None):
                 refuse(e, "and the model or a callback has changed the batch in place; pass a bs, or change a copy")
             n,self.fits[learn.training] = self.n,-(-self.size//2)
         undo()   # not sooner, because the error holds the activations
+        gc.collect()   # and so may a cycle of references
+        for d in accelerators(learn.model): free_memory(d)
     if n and not rank_distrib():
         print(f"MicroBatch: memory ran out{'' if learn.training else ' in validation'}, and batches of {n} are now cut "
               f"into slices of {self.fits[learn.training]}")

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode,_get_current_function_mode_stack,w
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ..devices import Autocast,streams
 from .draws import Differs,running
-from ..held import Hidden,Turns
+from ..turns import Hidden,Turns
 from ..memory.offload import Host
 from ..processes import Alone
 
@@ -274,8 +274,8 @@ class Lockstep:
             "samples; leave exact out")
 
     def _slice(self, k, slice):
-        norm,i = partial(self._norm, slice, k),sum(self.sizes[:k])
-        with self.hidden.rows(i, self.sizes[k], sum(self.sizes)),self.around(k, norm),self.host.hooks(*self.parts):
+        norm = partial(self._norm, slice, k)
+        with self.hidden.rows(k, self.sizes),self.around(k, norm),self.host.hooks(*self.parts):
             return self.forward(*self.parts[k])
 
     def _norm(self, slice, k, o, _):

@@ -17,8 +17,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_flatten,tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from ..replace import lent
-from ..devices import accelerators
-from ..held import ModelState
+from ..state import ModelState,everybodys
 
 # %% ../../nbs/memory/checkpointing.ipynb #15266904
 class GradientCheckpointing(Callback):
@@ -68,12 +67,13 @@ def find_blocks(
 # %% ../../nbs/memory/checkpointing.ipynb #c59737d9
 class Recompute:
     "Runs `forward` of the modules `ms` and keeps its arguments only; the backward pass runs it again"
-    def __init__(self, name, forward, ms, devices):
-        self.name,self.forward,self.ms,self.devices = name,forward,nn.ModuleList(ms),devices
+    def __init__(self, name, forward, ms, generators=None):
+        self.name,self.forward,self.ms,self.generators = name,forward,nn.ModuleList(ms),generators
 
     def __call__(self, *args, **kwargs):
         if not torch.is_grad_enabled(): return self.forward(*args, **kwargs)
-        state,(flat,spec) = ModelState(self.ms, devices=self.devices),tree_flatten((args,kwargs))
+        state = ModelState(self.ms, generators=self.generators)
+        flat,spec = tree_flatten((args,kwargs))
         first = [(args,kwargs)]
         def run(*flat):
             if first: return self._first(*first.pop())
@@ -94,12 +94,12 @@ class Recompute:
 @contextmanager
 def around_batches(self:GradientCheckpointing, learn):
     "A context in which the model keeps no activations of its blocks, if it trains"
-    devices,chains = accelerators(learn.model),{}
+    generators,chains = everybodys(learn.model),{}
     with ExitStack() as stack:
         for b in self.found(learn) if learn.training else ():
-            if b.part is None: stack.enter_context(lent(b.m, forward=Recompute(b.name, b.m.forward, b.ms, devices)))
+            if b.part is None: stack.enter_context(lent(b.m, forward=Recompute(b.name, b.m.forward, b.ms, generators)))
             else: chains.setdefault(id(b.m), []).append(b)
-        for bs in chains.values(): stack.enter_context(lent(bs[0].m, forward=Chain(bs, devices)))
+        for bs in chains.values(): stack.enter_context(lent(bs[0].m, forward=Chain(bs, generators)))
         if learn.training and self.prove: stack.enter_context(self.proving(learn))
         yield
 
@@ -121,9 +121,9 @@ def proving(self:GradientCheckpointing, learn):
 # %% ../../nbs/memory/checkpointing.ipynb #0d2528e3
 class Chain:
     "`forward` of a `nn.Sequential`, in which `blocks` are groups of neighbouring children"
-    def __init__(self, blocks, devices):
+    def __init__(self, blocks, generators):
         self.m = blocks[0].m
-        def again(b): return Recompute(str(b), partial(self._run, b.part), b.ms, devices)
+        def again(b): return Recompute(str(b), partial(self._run, b.part), b.ms, generators)
         self.runs = {b.part.start:(b.part.stop,again(b)) for b in blocks}
 
     def _run(self, part, x):
