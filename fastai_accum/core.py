@@ -35,10 +35,13 @@ class Counts:
 # %% ../nbs/core.ipynb #7f0108f3
 class WindowCallback(Callback):
     "The training loop that `AccumulateStep` and `MicroBatch` share"
-    order,run_valid,cuts = -math.inf,False,False
-    n_step,n_samples,average,drop_last,weight = 1,None,None,None,None   # a window of `MicroBatch` is one batch
-    window,counts = None,Counts()      # the window that runs; what this fit has done, or the last one
-    scale = last_loss = None           # what losses are divided by in this fit; the mean loss of the last window
+    order,run_valid = -math.inf,False
+    cuts = False                       # whether it cuts batches into slices
+    n_step = 1                         # a window of `MicroBatch` is one batch
+    n_samples = average = drop_last = weight = None
+    window = None                      # the window that runs
+    counts = Counts()                  # what this fit has done, or the last one
+    scale = last_loss = None           # what losses are divided by; the mean loss of the last window
     _stateattrs = ('window',)          # not copied, not saved
     __setattr__ = object.__setattr__   # fastai's also looks for each name in the model
 
@@ -65,12 +68,14 @@ class AccumulateStep(WindowCallback):
 
     def check(self):
         "Refuse a wrong argument, also one that was set later"
-        n_step,n_samples = self.n_step,self.n_samples
-        if (n_step is None)==(n_samples is None):
-            raise ValueError("AccumulateStep: give either n_step, which counts micro-batches, or n_samples, which "
-                             f"counts samples, such as AccumulateStep(n_step=4); got {n_step=} and {n_samples=}")
-        def checked(k, v): return v if v is None or is_schedule(v) else check_count('AccumulateStep', k, v)
-        self.n_step,self.n_samples = checked('n_step', n_step),checked('n_samples', n_samples)
+        counts = dict(n_step=self.n_step, n_samples=self.n_samples)
+        given = [k for k,v in counts.items() if v is not None]
+        if len(given)!=1:
+            got = ' and '.join(f'{k}={v!r}' for k,v in counts.items())
+            raise ValueError("AccumulateStep: give either n_step, which counts micro-batches, or n_samples, "
+                             f"which counts samples, such as AccumulateStep(n_step=4); got {got}")
+        k, = given
+        if not is_schedule(counts[k]): setattr(self, k, check_count('AccumulateStep', k, counts[k]))
         check_flags('AccumulateStep', (True,False,None), average=self.average, drop_last=self.drop_last)
         check_function('AccumulateStep', 'weight', self.weight, '(pred, *yb) -> float')
 
@@ -95,7 +100,8 @@ def is_boundary(self:WindowCallback)->bool:
     return self.window is not None and self.window.is_last and self.window.learn.training
 
 # %% ../nbs/core.ipynb #9c72bd91
-def window_callbacks(learn): return [cb for cb in learn.cbs if hasattr(type(cb), 'train_epoch') and is_on(cb, True)]
+def window_callbacks(learn):
+    return [cb for cb in learn.cbs if hasattr(type(cb), 'train_epoch') and is_on(cb, True)]
 
 def is_on(cb, training): return cb.run and (cb.run_train if training else cb.run_valid)
 
@@ -109,7 +115,8 @@ _fastais = getattr(Learner.all_batches, 'fastais', Learner.all_batches)   # also
 @patch
 def all_batches(self:Learner):
     "fastai's `all_batches`; in training with one of our callbacks, window after window"
-    acc,cbs = in_charge(self),self.cbs.sorted('order').filter(lambda cb: hasattr(type(cb), 'around_batches'))
+    acc = in_charge(self)
+    cbs = self.cbs.sorted('order').filter(lambda cb: hasattr(type(cb), 'around_batches'))
     if self.training: take_back(self, *self.model.modules())
     with ExitStack() as stack:
         for cb in cbs.filter(is_on, training=self.training): stack.enter_context(cb.around_batches(self))
@@ -136,7 +143,8 @@ def begin(self:WindowCallback):
     self.check()
     check_learner(self, learn)
     setattr(learn, self.name, self)   # fastai forgets it when it removes another of this name
-    self.counts,self.scale,self.last_loss = Counts(),None,None
+    self.counts = Counts()
+    self.scale = self.last_loss = None
     if in_charge(learn) is self: note_batch_norm(self, learn)
     num_it = getattr(vars(learn).get('lr_finder'), 'num_it', None)
     is_lr_find = num_it and learn.n_epoch==num_it//len(learn.dls.train)+1   # not `fit(5, cbs=LRFinder())`
@@ -149,10 +157,13 @@ def begin(self:WindowCallback):
 def windows(self:WindowCallback, learn, dl, epoch=0, n_procs=1):
     "The windows of an epoch of `dl`"
     by_samples = self.n_samples is not None
-    name,asked = ('n_samples',self.n_samples) if by_samples else ('n_step',self.n_step)
-    def size(share):
+    name = 'n_samples' if by_samples else 'n_step'
+    v = getattr(self, name)
+    def from_schedule(share):
         pct = 0. if 'lr_finder' in vars(learn) else min(1., (epoch+share)/learn.n_epoch)
-        v = check_count(self, f'{name} at pct={pct:.4g}', asked(pct), scheduled) if callable(asked) else asked
+        return check_count(self, f'{name} at pct={pct:.4g}', v(pct), scheduled)
+    def size(share):
+        n = from_schedule(share) if callable(v) else v
         return -(-v//n_procs) if by_samples else v   # several processes fill a window together
     return Windows(dl, size, partial(n_of, learn.dls), by_samples, self.drop_last)
 
@@ -164,7 +175,8 @@ def varies(self:WindowCallback): return callable(self.n_step) or callable(self.n
 def averages(self:WindowCallback, loss_func):
     "Whether the gradient of a window is a mean, and not a sum"
     if self.average is not None: return self.average
-    return loss_reduction(loss_func)!='sum' if self.cuts else not sums_by_nature(loss_func)   # a batch keeps its sum
+    if self.cuts: return loss_reduction(loss_func)!='sum'   # a batch keeps its sum
+    return not sums_by_nature(loss_func)
 
 # %% ../nbs/core.ipynb #2708aa29
 class Epoch:
@@ -207,10 +219,14 @@ def train_epoch(self:WindowCallback, learn):
 @contextmanager
 def _by_micro(learn, epoch):
     "Let progress bars and metrics of the training set count micro-batches, not windows"
+    bars = [vars(cb).get('pbar') for cb in learn.cbs if is_a(cb, 'ProgressCallback')]
     with ExitStack() as stack:
-        for bar in [vars(cb).get('pbar') for cb in learn.cbs if is_a(cb, 'ProgressCallback')]:
-            if bar is not None: stack.enter_context(lent(bar, update=lambda _, f=bar.update: f(epoch.windows.n_drawn)))
-        if epoch.metrics: stack.enter_context(contextmanager(replacing_yield)(learn.recorder, 'train_metrics', False))
+        for bar in bars:
+            if bar is None: continue
+            def update(_, plain=bar.update): plain(epoch.windows.n_drawn)
+            stack.enter_context(lent(bar, update=update))
+        if epoch.metrics:
+            stack.enter_context(contextmanager(replacing_yield)(learn.recorder, 'train_metrics', False))
         yield
 
 # %% ../nbs/core.ipynb #7315f0d8
@@ -239,9 +255,11 @@ def end(self:Epoch, i, win):
     acc.counts.n_samples = self.n_before+windows.n_samples
     acc.counts.sizes.append(win.n_stepped)
     cbs = learn.cbs.sorted('order').filter(lambda cb: cb not in had_it)
-    if acc.last_loss is None and len(learn.yb): cbs = cbs.filter(risinstance(TrainEvalCallback))   # nothing to log yet
+    if acc.last_loss is None and len(learn.yb):   # nothing to log yet
+        cbs = cbs.filter(risinstance(TrainEvalCallback))
     run_after_batch(cbs)
-    if acc.varies or not windows.as_planned(i): learn.pct_train = (learn.epoch+windows.share_after(i))/learn.n_epoch
+    if acc.varies or not windows.as_planned(i):
+        learn.pct_train = (learn.epoch+windows.share_after(i))/learn.n_epoch
     self.group.awaited = self.group.synced
 
 # %% ../nbs/core.ipynb #af02231f
@@ -271,7 +289,8 @@ def sum_up(self:Epoch, i, batches):
     try:
         with lent(learn, _with_events=partial(win.events, learn._with_events)),self.group.silent():
             for b,n,is_last in batches:
-                with closing(self.cut.parts(learn, b)) if self.cut else nullcontext([(b,n,True)]) as parts:
+                parts = closing(self.cut.parts(learn, b)) if self.cut else nullcontext([(b,n,True)])
+                with parts as parts:
                     for part,k,ends in parts: win.run(i, part, k, is_last and ends)
     except CancelBatchException:
         for _ in batches: pass
@@ -290,12 +309,15 @@ class Micro:
 
 class Window:
     "The micro-batches between two optimizer steps, and the sum of their gradients"
-    def __init__(self, epoch):
-        self.epoch,self.acc,self.learn = epoch,epoch.acc,epoch.learn
-        self.n_micro = self.n_samples = self.weight = self.loss = 0 # the losses are summed, not averaged
-        self.micro,self.is_last = None,False # the current micro-batch, and whether it is expected to be the last
-        self.n_all = self.n_stepped = 0      # samples of all processes, and those of this one that reached the step
-        self.total = self.factor = 1         # what the mean divides by; what the gradients are multiplied by at the end
+    n_micro = n_samples = 0
+    weight = loss = 0    # the sums of those of the micro-batches
+    micro = None         # the current micro-batch
+    is_last = False      # whether it is expected to be the last
+    n_all = 0            # samples of all processes
+    n_stepped = 0        # samples of this process that reached the step
+    total = 1            # what the mean divides by
+    factor = 1           # what the gradients are multiplied by at the end
+    def __init__(self, epoch): self.epoch,self.acc,self.learn = epoch,epoch.acc,epoch.learn
 
 # %% ../nbs/core.ipynb #f1af74bf
 @patch
@@ -304,13 +326,15 @@ def run(self:Window, i, b, n, is_last):
     learn = self.learn
     if self.is_last: run_after_batch(self.epoch.each)   # of the one before, which seemed to be the last
     self.micro = m = Micro(n)
-    self.n_micro,self.is_last = self.n_micro+1,is_last
+    self.n_micro += 1
+    self.is_last = is_last
     self.acc.counts.n_micro += 1
     learn.one_batch(i, b)
     if m.end is None and learn.training:
         raise RuntimeError(f"{self.acc}: a micro-batch has ended without the events of a step, maybe because the "
                            "learner steps by itself; let it step through `_do_grad_opt`")
-    for met in self.epoch.metrics if m.end=='step' else (): met.accumulate(learn)
+    if m.end=='step':
+        for met in self.epoch.metrics: met.accumulate(learn)
     if not is_last: run_after_batch(self.epoch.each)
 
 # %% ../nbs/core.ipynb #435ca6b0
@@ -345,26 +369,32 @@ def until_step(self:Window, f, ex):
 @patch
 def backward(self:Window, f):
     "Add the gradient of the *sum* of this micro-batch's losses"
-    learn,m,acc,epoch = self.learn,self.micro,self.acc,self.epoch
+    learn,m = self.learn,self.micro
+    acc,epoch = self.acc,self.epoch
     weight = self.weigh()
     if weight:
-        by,loss = weight if epoch.is_mean else 1,learn.loss.detach()
-        if acc.scale is None: acc.scale = weight*epoch.windows.expected/max(m.n, 1) if epoch.averages else 1
+        by = weight if epoch.is_mean else 1
+        loss = learn.loss.detach()
+        if acc.scale is None:   # about the weight of a window
+            acc.scale = weight*epoch.windows.expected/max(m.n, 1) if epoch.averages else 1
         self.loss = self.loss + loss.to(torch.promote_types(loss.dtype, torch.float32))*by
         learn.loss_grad = learn.loss_grad*(by/acc.scale)
         f()
     m.weight = weight
-    self.n_samples,self.weight = self.n_samples+m.n,self.weight+weight
+    self.n_samples += m.n
+    self.weight += weight
 
 # %% ../nbs/core.ipynb #03e5419d
 @patch
 def weigh(self:Window):
     "The weight of the current micro-batch: what the mean of its loss divides by"
-    learn,f = self.learn,self.acc.weight or getattr(self.epoch.cut, 'weight', None)
-    with torch.no_grad(): w = (f or partial(loss_weight, learn.loss_func))(learn.pred, *learn.yb)
+    learn = self.learn
+    given = self.acc.weight or getattr(self.epoch.cut, 'weight', None)
+    f = given or partial(loss_weight, learn.loss_func)
+    with torch.no_grad(): w = f(learn.pred, *learn.yb)
     if isinstance(w, (Tensor,np.ndarray,np.number)) and math.prod(w.shape)==1: w = w.item()
     if type(w) in (int,float) and 0<=w<math.inf: return w
-    raise ValueError(f"{self.acc}: {'weight' if f else 'loss_weight'} must return one finite number of at least 0, "
+    raise ValueError(f"{self.acc}: {'weight' if given else 'loss_weight'} must return one finite number of at least 0, "
                      f"got {getattr(w, 'shape', w)!r}; if it is a tensor with several, return their sum")
 
 # %% ../nbs/core.ipynb #847487f2
@@ -418,5 +448,5 @@ def __str__(self:WindowCallback): return type(self).__name__   # in messages
 def __repr__(self:WindowCallback):
     pars = inspect.signature(type(self).__init__).parameters.values()
     pars = [o for o in pars if hasattr(type(self), o.name) or o.name in vars(self)]
-    args = ', '.join(f'{o.name}={getattr(self, o.name)!r}' for o in pars if getattr(self, o.name)!=o.default)
-    return f'{type(self).__name__}({args})'
+    args = {o.name:getattr(self, o.name) for o in pars if getattr(self, o.name)!=o.default}
+    return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k,v in args.items())})"
