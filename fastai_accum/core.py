@@ -164,7 +164,7 @@ def windows(self:WindowCallback, learn, dl, epoch=0, n_procs=1):
         return check_count(self, f'{name} at pct={pct:.4g}', v(pct), scheduled)
     def size(share):
         n = from_schedule(share) if callable(v) else v
-        return -(-v//n_procs) if by_samples else v   # several processes fill a window together
+        return -(-n//n_procs) if by_samples else n   # several processes fill a window together
     return Windows(dl, size, partial(n_of, learn.dls), by_samples, self.drop_last)
 
 @patch(as_prop=True)
