@@ -11,6 +11,7 @@ __all__ = ['AccumulateStep']
 import inspect
 from contextlib import ExitStack,closing,contextmanager,nullcontext,suppress
 from dataclasses import dataclass,field
+from functools import wraps
 from itertools import chain
 from fastai.basics import *
 from fastai.learner import replacing_yield
@@ -44,6 +45,18 @@ class WindowCallback(Callback):
     scale = last_loss = None           # what losses are divided by; the mean loss of the last window
     _stateattrs = ('window',)          # not copied, not saved
     __setattr__ = object.__setattr__   # fastai's also looks for each name in the model
+
+    def before_fit(self): self.begin()
+
+    def __init_subclass__(cls):
+        "A fit begins, too, if a subclass has a `before_fit` of its own"
+        own = vars(cls).get('before_fit')
+        if own is None: return
+        @wraps(own)
+        def before_fit(self):
+            self.begin()
+            own(self)
+        cls.before_fit = before_fit
 
 # %% ../nbs/core.ipynb #4a01fea2
 class AccumulateStep(WindowCallback):
@@ -125,15 +138,6 @@ def all_batches(self:Learner):
 Learner.all_batches.fastais = _fastais
 
 # %% ../nbs/core.ipynb #f1396500
-@patch
-def __call__(self:WindowCallback, event_name):
-    "A fit begins here, and not in `before_fit`, which a subclass may have for itself"
-    Callback.__call__(self, event_name)
-    if event_name=='before_fit' and self.run: self.begin()
-
-@patch
-def before_fit(self:WindowCallback): "For a subclass that calls it"
-
 @patch
 def begin(self:WindowCallback):
     "Refuse what cannot work, and begin to count"
