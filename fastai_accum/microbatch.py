@@ -26,8 +26,12 @@ class MicroBatch(WindowCallback):
 
     Example: `cbs=MicroBatch(16, exact=True)`. Without exact, batch norm and dropout see one slice. Errors come at once.
     https://fastai-accum.github.io/fastai_accum/microbatch.html"""
-    name,cuts,run_valid = 'micro_batches',True,True   # `learn.micro_batch` is the method
-    group,mode = Alone(),None   # the processes that train together; how the slices of this epoch show the batch
+    name = 'micro_batches'   # `learn.micro_batch` is the method
+    cuts = run_valid = True
+    group = Alone()          # the processes that train together
+    mode = None              # how the slices of this epoch show the batch
+    n = size = None          # samples in the batch that is being cut, and in a slice of the last batch
+    warned = False           # that a batch was not cut
     _stateattrs = 'window','group','mode'
     def __init__(self,
         bs:int|str='auto', # Samples in a slice; `'auto'` starts with the whole batch, and halves it if memory runs out
@@ -42,9 +46,7 @@ class MicroBatch(WindowCallback):
         refuse_unknown(MicroBatch, kwargs)
         store_attr(but='kwargs')
         self.check()
-        self.n,self.size = None,None   # samples in the batch that is being cut; samples in a slice of the last batch
         self.fits = {}   # samples in a slice that fits, if a batch does not: in training (`True`) and validation
-        self.warned = False   # that a batch was not cut
 
     def check(self):
         "Refuse a wrong argument, also one that was set later"
@@ -83,11 +85,16 @@ def begin(self:MicroBatch):
 
 # %% ../nbs/microbatch.ipynb #8f8ff8ca
 @patch
+def most(self:MicroBatch, learn, n):
+    "The most samples in a slice of a batch of `n`"
+    return min(n, self.fits.get(learn.training, n)) if self.bs=='auto' else self.bs
+
+@patch
 def cut(self:MicroBatch, learn, b, bs=None):
     "The slices of `b`, and the number of samples in each"
     if bs is None:
         self.n = n_of(learn.dls, b)
-        self.size = bs = min(self.n, self.fits.get(learn.training, self.n)) if self.bs=='auto' else self.bs
+        self.size = bs = self.most(learn, self.n)
     parts = (self.split or slices)(b, bs)
     if self.split: check_slices(learn.dls, b, parts, bs)
     return parts,[n_of(learn.dls, o) for o in parts]
@@ -96,13 +103,15 @@ def cut(self:MicroBatch, learn, b, bs=None):
 def check_slices(dls, b, parts, bs):
     "Raise an error if a sample of `b` is not in its place in the slices `parts`"
     n,n_inp = n_of(dls, b),getattr(dls, 'n_inp', max(1, len(b)-1))
-    are_slices = isinstance(parts, (list,tuple)) and all(isinstance(o, (list,tuple)) and len(o)==len(b) for o in parts)
-    sizes = [n_of(dls, o) for o in parts] if are_slices else []
-    targets = [k for k in range(n_inp, len(b)) if is_array(b[k]) and len(b[k])==n]
-    def are_whole(): return sum(sizes)==n and all(torch.equal(torch.cat([o[k] for o in parts]), b[k]) for k in targets)
-    if sizes and (n_inp==len(b) or max(sizes)<=bs and are_whole()): return
-    raise ValueError(f"MicroBatch: split must return slices of at most {bs} samples, each with the {len(b)} elements "
-                     f"of the batch, and together its {n} samples in their order; got {sizes or type(parts).__name__}")
+    sizes = None
+    if isinstance(parts, (list,tuple)) and all(isinstance(o, (list,tuple)) and len(o)==len(b) for o in parts):
+        sizes = [n_of(dls, o) for o in parts]
+    def is_whole(k): return not is_array(b[k]) or len(b[k])!=n or torch.equal(torch.cat([o[k] for o in parts]), b[k])
+    if sizes and n_inp==len(b): return   # no targets to compare
+    if sizes and max(sizes)<=bs and sum(sizes)==n and all(map(is_whole, range(n_inp, len(b)))): return
+    raise ValueError(f"MicroBatch: split must return slices of at most {bs} samples, each with the {len(b)} "
+                     f"elements of the batch, and together its {n} samples in their order; "
+                     f"got {sizes or type(parts).__name__}")
 
 # %% ../nbs/microbatch.ipynb #f9a6efdf
 class Plain:
@@ -155,8 +164,7 @@ def after_pred(self:MicroBatch):
 def warn(self:MicroBatch, learn):
     "Warn once in a fit if the batch of `learn`, which was not cut, is a large one"
     n = n_of(learn.dls, (*learn.xb,*learn.yb))
-    bs = self.fits.get(learn.training, n) if self.bs=='auto' else self.bs
-    if n<=bs or self.warned: return
+    if n<=self.most(learn, n) or self.warned: return
     self.warned = True
     hint = 'leave out coupled and exact' if learn.training else 'pass valid=False'
     warnings.warn(f"MicroBatch: a batch of {n} samples was not cut, because the model got other inputs than those of "
