@@ -11,7 +11,7 @@ warnings.filterwarnings('ignore')
 from common import *
 for o in 'tests','tests/promise': sys.path.insert(0, str(Path(__file__).resolve().parent.parent/o))
 from harness import *
-from test_field_notes import PerToken,grad_error,learner,losses,once,run
+from test_fastais_callback import PerToken,grad_error,learner,losses,once,run
 
 class FastxtendRules(Callback):
     """The rules of fastxtend 0.1's `GradientAccumulation(accum_bs)` with its default `drop_last=True`, reimplemented.

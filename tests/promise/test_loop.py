@@ -1,4 +1,4 @@
-"Mistakes that sketches of the loop have made, each a test of its own"
+"The loop over windows: tails, counts, overrides, removed callbacks, gradients that are cleared"
 import pytest
 from contextlib import nullcontext
 from harness import *

@@ -1,4 +1,4 @@
-"What broke the first version, against the large batch, each case a test of its own"
+"Unusual targets, samplers, losses, loaders and models, each against the large batch"
 import pytest,threading
 from dataclasses import dataclass
 from functools import partial
