@@ -23,18 +23,24 @@ scheduled = 'an int of at least 1 (for a fastai schedule f, pass `lambda pct: ma
 def is_schedule(v): return callable(v) and not isinstance(v, Callback)   # a callback can be called, too
 
 def check_count(who, name, v, what='an int of at least 1'):
+    "The count `v`, as an int"
     if isinstance(v, Integral) and not isinstance(v, bool) and v>=1: return int(v)
-    is_whole = isinstance(v, float) and v>=1 and v.is_integer() or isinstance(v, str) and v.isdecimal()
-    is_list = isinstance(v, (list,tuple)) and name!='bs'
-    hint = ('' if what==scheduled else f"; write {int(v)}" if is_whole else f"; write its `.{name}`" if hasattr(v, name)
-            else "; if it changes while you train, pass a function `pct -> int`" if is_list else '')
     got = type(v).__name__ if hasattr(v, name) else repr(v)
+    hint = '' if what==scheduled else _meant_count(name, v)
     raise ValueError(f"{who}: {name} must be {what}, got {got}{hint}")
+
+def _meant_count(name, v):
+    is_whole = isinstance(v, float) and v>=1 and v.is_integer()
+    if is_whole or isinstance(v, str) and v.isdecimal(): return f"; write {int(v)}"
+    if hasattr(v, name): return f"; write its `.{name}`"
+    if not isinstance(v, (list,tuple)) or name=='bs': return ''
+    return "; if it changes while you train, pass a function `pct -> int`"
 
 def check_flags(who, allowed, **kwargs):
     for k,v in kwargs.items():
         if not any(v is o for o in allowed):
-            raise ValueError(f"{who}: {k} must be {', '.join(map(str, allowed[:-1]))} or {allowed[-1]}, got {v!r}")
+            names = f"{', '.join(map(str, allowed[:-1]))} or {allowed[-1]}"
+            raise ValueError(f"{who}: {k} must be {names}, got {v!r}")
 
 def check_function(who, name, v, what):
     if v is not None and not callable(v): raise ValueError(f"{who}: {name} must be a function {what}, got {v!r}")
@@ -51,7 +57,8 @@ def refuse_unknown(cls, kwargs):
     "Raise an error that names the right argument and its callback"
     args = [o for o in inspect.signature(cls.__init__).parameters if o not in ('self','kwargs')]
     for k,v in kwargs.items():
-        found = [o.split() for o,names in _meant.items() if k.lower().replace('_', '') in names.split()]
+        word = k.lower().replace('_', '')
+        found = [o.split() for o,names in _meant.items() if word in names.split()]
         found = found or [(cls.__name__,o) for o in get_close_matches(k, args, 1)]   # a slip of the keys
         lines = [f'`{who}({name}={v!r})`' for who,name in sorted(found, key=lambda o: o[0]!=cls.__name__)]
         hint = f"Did you mean {' or '.join(lines)}? " if lines else ''
@@ -96,21 +103,25 @@ def check_loss(acc, loss_func):
 # %% ../nbs/refusals.ipynb #cee06961
 def check_plan(acc, windows, *later):
     "Raise an error, warn or print a line if the `windows` of the first epoch, or of `later` ones, do not fit it"
-    for w in windows,*later:
-        size,(held,unit) = w.size(0.),(w.n,'samples') if w.by_samples else (w.n_batches,'micro-batches')
-        msg = f"{acc}: a window of {size} {unit} is more than the {held} of an epoch"
-        if w.ends==[]: raise ValueError(f"{msg} and the tail is dropped, so the optimizer would never step. Make the "
-                                        "window smaller, or pass drop_last=False")
-        if held and size>held: warnings.warn(f"{msg}, so each epoch makes one step", stacklevel=2)
-    size = windows.size(0.)
-    if windows.by_samples and size<(windows.bs or 0):
-        warnings.warn(f"{acc}: {size} samples are fewer than the batch size {windows.bs}, so each micro-batch is a "
-                      "window. n_samples counts samples; use n_step to count micro-batches", stacklevel=2)
-    n,ends = windows.n,windows.ends
-    tail = n-min(ends[-1]*windows.bs, n) if n and ends and windows.drop_last else 0
-    if tail>.05*(n or 0) and not rank_distrib():
-        print(f"{acc}: {tail} of the {n} samples of an epoch reach no step, because the last window is not full and is "
-              "dropped. drop_last=False keeps them")
+    for w in windows,*later: _check_size(acc, w)
+    size,bs = windows.size(0.),windows.bs
+    if windows.by_samples and size<(bs or 0):
+        warnings.warn(f"{acc}: {size} samples are fewer than the batch size {bs}, so each micro-batch is a window. "
+                      "n_samples counts samples; use n_step to count micro-batches", stacklevel=2)
+    n = windows.n or 0
+    tail = n-min(windows.ends[-1]*bs, n) if n and windows.ends and windows.drop_last else 0
+    if tail>.05*n and not rank_distrib():
+        print(f"{acc}: {tail} of the {n} samples of an epoch reach no step, because the last window is not full and "
+              "is dropped. drop_last=False keeps them")
+
+def _check_size(acc, w):
+    size = w.size(0.)
+    there,unit = (w.n,'samples') if w.by_samples else (w.n_batches,'micro-batches')
+    msg = f"{acc}: a window of {size} {unit} is more than the {there} of an epoch"
+    if w.ends==[]:
+        raise ValueError(f"{msg} and the tail is dropped, so the optimizer would never step. Make the window "
+                         "smaller, or pass drop_last=False")
+    if there and size>there: warnings.warn(f"{msg}, so each epoch makes one step", stacklevel=2)
 
 # %% ../nbs/refusals.ipynb #a5902a03
 _noted = set()   # what this session has printed
