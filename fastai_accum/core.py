@@ -113,8 +113,7 @@ def is_boundary(self:WindowCallback)->bool:
     return self.window is not None and self.window.is_last and self.window.learn.training
 
 # %% ../nbs/core.ipynb #9c72bd91
-def window_callbacks(learn):
-    return [cb for cb in learn.cbs if hasattr(type(cb), 'train_epoch') and is_on(cb, True)]
+def window_callbacks(learn): return [cb for cb in learn.cbs if makes_windows(cb) and is_on(cb, True)]
 
 def is_on(cb, training): return cb.run and (cb.run_train if training else cb.run_valid)
 
@@ -143,7 +142,7 @@ def begin(self:WindowCallback):
     "Refuse what cannot work, and begin to count"
     learn = self.learn
     if learn is None: raise ValueError(f"{self}: this instance was in the learner twice; remove it, and add it anew")
-    if learn.lock.locked(): return   # a validation
+    if is_validation(learn): return
     self.check()
     check_learner(self, learn)
     setattr(learn, self.name, self)   # fastai forgets it when it removes another of this name

@@ -12,13 +12,13 @@ import gc
 from fastai.basics import *
 from .core import WindowCallback,clear_gradients,parameters
 from .processes import Alone,processes
-from .refusals import check_count,check_flags,check_function,note_batch_norm,refuse_unknown
+from .refusals import *
 from .replace import lent
 from .devices import Autocast,accelerators,free_memory,is_out_of_memory
 from .slices import is_array,join,leaves,n_rows,slices,tree_map,versions
 from .state import ModelState,State,arrays,everybodys,held
 from .turns import Hidden,one_by_one,refuse_backward
-from .windows import batch_size,n_of
+from .windows import batch_size,n_inputs,n_of
 
 # %% ../nbs/microbatch.ipynb #c720d328
 class MicroBatch(WindowCallback):
@@ -73,7 +73,7 @@ def begin(self:MicroBatch):
     "Refuse what cannot work, too"
     learn = self.learn
     super(MicroBatch, self).begin()
-    if learn.lock.locked(): return   # a validation
+    if is_validation(learn): return
     self.warned = False
     if hasattr(get_model(learn.model), 'reset') and not Hidden(learn.model).ms:
         raise ValueError("MicroBatch: the model has a reset(), so it carries a state from batch to batch, and only "
@@ -102,7 +102,7 @@ def cut(self:MicroBatch, learn, b, bs=None):
 # %% ../nbs/microbatch.ipynb #8dbfd8af
 def check_slices(dls, b, parts, bs):
     "Raise an error if a sample of `b` is not in its place in the slices `parts`"
-    n,n_inp = n_of(dls, b),getattr(dls, 'n_inp', max(1, len(b)-1))
+    n,n_inp = n_of(dls, b),n_inputs(dls, b)
     sizes = None
     if isinstance(parts, (list,tuple)) and all(isinstance(o, (list,tuple)) and len(o)==len(b) for o in parts):
         sizes = [n_of(dls, o) for o in parts]

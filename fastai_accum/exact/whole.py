@@ -20,6 +20,7 @@ from ..state import ModelState,State,held,shared
 from ..memory.offload import Host
 from ..microbatch import Coupled
 from ..processes import processes
+from ..refusals import is_compiled
 from ..replace import lent
 from ..slices import join,leaves,tree_map
 from ..turns import one_by_one
@@ -60,8 +61,7 @@ def refuse(model, bs=None):
         raise ValueError("MicroBatch: with exact=True and SyncBatchNorm in several processes, bs must be a number, "
                          "since all would wait for one that tries again; `learn.what_fits()` in one process finds it")
     for name,m in model.named_modules():
-        is_compiled = hasattr(m, 'get_compiler_config') or m._compiled_call_impl
-        if is_compiled or isinstance(m, (torch.jit.ScriptModule,nn.DataParallel)):
+        if is_compiled(m) or isinstance(m, (torch.jit.ScriptModule,nn.DataParallel)):
             raise ValueError(f"MicroBatch: exact=True cannot see into the {type(m).__name__} {name or 'model'!r}, "
                              "which is compiled or runs in several threads; leave exact out")
 
