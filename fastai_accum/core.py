@@ -9,7 +9,7 @@ __all__ = ['AccumulateStep']
 
 # %% ../nbs/core.ipynb #5217068d
 import inspect
-from contextlib import ExitStack,closing,contextmanager,nullcontext,suppress
+from contextlib import ExitStack,closing,contextmanager,nullcontext
 from dataclasses import dataclass,field
 from functools import wraps
 from itertools import chain
@@ -185,7 +185,7 @@ def averages(self:WindowCallback, loss_func):
 class Epoch:
     "An epoch of `learn` in windows"
     def __init__(self, acc, learn):
-        self.acc,self.learn,self.group = acc,learn,processes(learn.model)
+        self.acc,self.learn,self.group = acc,learn,processes(learn.model, 3+len(parameters(learn)))
         self.cut = first(window_callbacks(learn), attrgetter('cuts'))
         plan = partial(acc.windows, learn, learn.dl, n_procs=self.group.n)
         self.windows,self.n_before = plan(learn.epoch),acc.counts.n_samples
@@ -193,7 +193,7 @@ class Epoch:
             check_plan(acc, self.windows, *map(plan, range(learn.epoch+1, learn.n_epoch if acc.varies else 0)))
             check_loss(acc, learn.loss_func)
             if self.group.synced:   # gradients pass through the norms of other processes, so all have one scale
-                acc.scale, = self.group.sum(self.windows.size(0.)*(not acc.n_samples and self.windows.bs or 1))
+                acc.scale, = self.group.sum('epoch', self.windows.size(0.)*(not acc.n_samples and self.windows.bs or 1))
         self.is_mean,self.averages = loss_reduction(learn.loss_func)!='sum',acc.averages(learn.loss_func)
         self.each = learn.cbs.sorted('order').filter(wants_each)        # those with `after_batch` at each micro-batch
         rec = vars(learn).get('recorder')
@@ -211,10 +211,9 @@ def train_epoch(self:WindowCallback, learn):
     try:
         with _by_micro(learn, epoch):
             for i,batches in enumerate(windows): epoch.train_window(i, batches)
-        epoch.group.meet(False, parameters(learn), 0, 0, 0)
+        epoch.group.sum('epoch')
     except BaseException:
-        is_awaited = epoch.group.awaited and epoch.cut and epoch.cut.exact   # at a `SyncBatchNorm`
-        with suppress(Exception): is_awaited and epoch.group.answer(ps=parameters(learn))
+        if epoch.cut and epoch.cut.exact: epoch.group.fail()   # the others may wait at a `SyncBatchNorm`
         raise
     finally: self.counts.n_samples = epoch.n_before+windows.n_samples
 
@@ -253,7 +252,6 @@ def end(self:Epoch, i, win):
     "Step, count the samples, and run `after_batch`"
     acc,learn,windows = self.acc,self.learn,self.windows
     had_it = [] if win.is_last else self.each   # the loader may have ended early
-    self.group.awaited = False   # callbacks may send messages, too
     win.step()
     acc.counts.n_samples = self.n_before+windows.n_samples
     acc.counts.sizes.append(win.n_stepped)
@@ -263,7 +261,7 @@ def end(self:Epoch, i, win):
     run_after_batch(cbs)
     if acc.varies or not windows.as_planned(i):
         learn.pct_train = (learn.epoch+windows.share_after(i))/learn.n_epoch
-    self.group.awaited = self.group.synced
+    self.group.awaited = True
 
 # %% ../nbs/core.ipynb #af02231f
 def parameters(learn):
@@ -406,12 +404,13 @@ def step(self:Window):
     "Step as the large batch does: with the mean gradient and the mean loss, through fastai's own events"
     learn,acc,epoch,ps = self.learn,self.acc,self.epoch,parameters(self.learn)
     self.is_last = True
-    self.n_all,weight,loss = epoch.group.meet(True, ps, self.n_samples, self.weight, self.loss)
+    used = [p.grad is not None for p in ps]
+    self.n_all,weight,loss,*used = epoch.group.sum('step', self.n_samples, self.weight, self.loss, *used)
     if not weight:
         learn.loss = learn.loss if acc.last_loss is None else acc.last_loss
         return
     self.total = weight if epoch.averages else 1
-    self.normalise(ps)
+    self.normalise(ps, used)
     learn.loss = acc.last_loss = torch.as_tensor(loss/self.total, dtype=learn.loss.dtype, device=learn.loss.device)
     with lent(learn, _with_events=partial(self.step_events, learn._with_events)):
         try: learn._do_grad_opt()
@@ -419,12 +418,12 @@ def step(self:Window):
 
 # %% ../nbs/core.ipynb #9e3eccf7
 @patch
-def normalise(self:Window, ps):
+def normalise(self:Window, ps, used):
     "Make the sum of the gradients of `ps` their mean, over all processes"
     grads = [p.grad for p in ps if p.grad is not None]
     self.factor = (self.acc.scale or self.total)/self.total
     if grads and self.factor!=1: torch._foreach_mul_(grads, self.factor)
-    self.epoch.group.add_up(ps)
+    self.epoch.group.add_up(ps, used)
 
 @patch
 def step_events(self:Window, plain, f, event_type, ex, final=noop):

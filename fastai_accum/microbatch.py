@@ -10,7 +10,7 @@ __all__ = ['MicroBatch']
 # %% ../nbs/microbatch.ipynb #ae158ef2
 import gc
 from fastai.basics import *
-from .core import WindowCallback,clear_gradients,parameters
+from .core import WindowCallback,clear_gradients
 from .processes import Alone,processes
 from .refusals import *
 from .replace import lent
@@ -226,9 +226,9 @@ def cut_inputs(self:MicroBatch, learn, xb, bs=None):
     return [o[:len(xb)] for o in parts],sizes if learn.yb or not self.split else None
 
 @patch
-def begin_batch(self:MicroBatch, n_slices=1, messages=()):
-    "In training, meet the other processes at the beginning of a batch, if `SyncBatchNorm` will wait for them"
-    if self.group.synced and self.learn.training: self.group.begin(parameters(self.learn), n_slices, messages)
+def begin_batch(self:MicroBatch, n_slices):
+    "Plain slices must be as many in all processes, if these wait for each other at each `SyncBatchNorm`"
+    if self.group.synced and self.learn.training: self.group.sum('batch', i=n_slices)
 
 # %% ../nbs/microbatch.ipynb #5f4693b4
 def window_state(learn, metrics):

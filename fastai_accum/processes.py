@@ -8,8 +8,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/processes.html.md"""
 __all__ = ['Alone', 'Replicas', 'buckets', 'processes']
 
 # %% ../nbs/processes.ipynb #27779e52
-from collections import deque
-from contextlib import nullcontext
+from contextlib import nullcontext,suppress
 from fastai.basics import *
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
@@ -18,90 +17,80 @@ from .replace import lent
 # %% ../nbs/processes.ipynb #132993d2
 class Alone:
     "One process; several have the same methods"
-    # the number of processes; whether they share the statistics of batch norms; whether they wait for this one
-    n,synced,awaited = 1,False,False
-    def silent(self): return nullcontext()        # a context in which the model sends nothing
-    def sum(self, *vs): return vs                 # each of the numbers `vs`, added up over all processes
-    def meet(self, running, ps, *vs): return vs   # the same, at the end of a window or of an epoch
-    def add_up(self, ps): pass                    # add up the gradients of the parameters `ps`
-    def gather(self, group, n, *ts):              # a number and tensors, of each process in `group`
+    n,synced = 1,False   # the number of processes; whether they share the statistics of batch norms
+    def silent(self): return nullcontext()   # a context in which the model sends nothing
+    def sum(self, at, *vs, i=0): return vs   # each of the numbers `vs`, added up over the processes
+    def add_up(self, ps, used): pass         # add up the gradients of `ps`; `used` says how many have each of them
+    def fail(self): pass                     # tell the others that this process has failed
+    def gather(self, group, at, i, n, *ts):  # a number and tensors, of each process in `group`
         if group is None: return [(n,*ts)]
         raise ValueError("MicroBatch: exact=True needs a model with SyncBatchNorm in DistributedDataParallel")
 
 # %% ../nbs/processes.ipynb #d2fb55ae
 class Replicas(Alone):
     "Processes with a copy of the model each, in `DistributedDataParallel`"
-    def __init__(self, ddp):
-        self.ddp,self.group,self.n = ddp,ddp.process_group,distributed.get_world_size(ddp.process_group)
-        self.synced = self.awaited = self.n>1 and any(isinstance(m, nn.SyncBatchNorm) for m in ddp.modules())
-        self.coming = deque()   # the messages that the others wait for, see `begin`
+    awaited = True   # whether the others may wait for this one
+    def __init__(self, ddp, most=0): # `most`: the most numbers that `sum` gets
+        self.ddp,self.group = ddp,ddp.process_group
+        self.ranks = distributed.get_process_group_ranks(self.group)
+        widths = [m.num_features for m in ddp.modules() if isinstance(m, nn.SyncBatchNorm)]
+        self.n,self.size = len(self.ranks),max([most, *(1+2*o for o in widths)])
+        self.synced = self.n>1 and len(widths)>0
 
     def silent(self): return lent(self.ddp, forward=self.ddp.module)
 
-    def each(self, n, vs):
-        "The number `n` and the numbers `vs` of each process"
-        t = torch.stack([torch.as_tensor(v, dtype=torch.float64).detach().cpu() for v in vs])
-        return self.gather(self.group, n, t.to(next(self.ddp.parameters()).device))   # all at once
+    def sum(self, at, *vs, i=0):
+        "Add up the numbers `vs` over the processes; `at` and `i` say at which point"
+        device = next(self.ddp.parameters()).device
+        return self.each(at, i, torch.tensor([float(v) for v in vs], dtype=torch.float64, device=device)).sum(0).tolist()
 
-    def sum(self, *vs): return sum(t for _,t in self.each(0, vs)).tolist()
-    def stop(self, why, e=None): self.awaited = False; raise RuntimeError(f'MicroBatch: {why}') from e
+    def fail(self):
+        with suppress(Exception): self.synced and self.awaited and self.sum('failed')
 
 # %% ../nbs/processes.ipynb #5b3c0a11
-_failed,_left_out = -1,-2   # what a process sends in the place of its number
+_points = dict(   # what a process says at each point
+    failed   = 'has failed',
+    epoch    = 'has no more batches',
+    step     = 'is at the end of a window',
+    forward  = 'is at batch norm {} of a batch',
+    backward = 'is back at batch norm {} of a batch',
+    batch    = 'cuts a batch into {} slices')
 
 @patch
-def gather(self:Replicas, group, n, *ts):
-    "The number `n` and the tensors `ts` of each process in `group`, in one message; an error in all if one has failed"
-    if group is None: return [(n,*ts)]
-    if self.coming: self.coming.popleft()
-    mine = torch.cat([ts[0].new_full((1,), n), *ts])
-    rows = [torch.empty_like(mine) for _ in range(distributed.get_world_size(group))]
-    try: distributed.all_gather(rows, mine, group=group)
-    except Exception as e: self.stop("another process has ended, or does not answer", e)
-    ns = torch.stack([o[0] for o in rows]).tolist()
-    if min(ns)<0 and set(ns)!={_left_out}:
-        rank,did = distributed.get_global_rank(group, ns.index(min(ns))),'failed'*(_failed in ns) or 'left out a batch'
-        self.stop(f"process {rank} has {did}, and the others cannot go on, since SyncBatchNorm needs all of them")
-    return [(k,*o[1:].split([len(t) for t in ts])) for k,o in zip(ns, rows)]
-
-# %% ../nbs/processes.ipynb #2c7ba61b
-@patch
-def meet(self:Replicas, running, ps, *vs):
-    "Add up `vs` over the processes; raise an error in all of them if they are not at the same point"
-    if self.coming: self.answer(_left_out)   # no backward pass has followed a forward pass
-    at,ts = zip(*self.each(int(running), [*vs, *(p.grad is not None for p in ps)]))
-    res = sum(ts).tolist()
-    res,self.used = res[:len(vs)],res[len(vs):]
-    if len(set(at))==1: return res
-    if 0 in at: raise RuntimeError(f"AccumulateStep: {at.count(0)} of {self.n} processes have no more batches, and the "
-        "others have; give all processes loaders of the same length, such as fastai's `DistributedDL`")
-    self.stop(f"the processes cut a batch into {', '.join(f'{k-1:.0f}' for k in at)} slices (0: left out), and would "
-              "wait for ever at a SyncBatchNorm; give them batches of one size, or write exact=True")
+def each(self:Replicas, at, i, t):
+    "The numbers `t` of each process, in one message; an error in all if they are not at one point, or one has failed"
+    mine = t.new_zeros(2+max(self.size, len(t)), dtype=torch.float64)   # messages have one size, and can meet any other
+    mine[0],mine[1],mine[2:2+len(t)] = list(_points).index(at),i,t
+    rows,self.awaited = mine.new_empty(self.n, len(mine)),False   # after an error, nobody waits
+    try: distributed.all_gather(list(rows), mine, group=self.group)
+    except Exception as e: raise RuntimeError("AccumulateStep: another process has ended, or does not answer") from e
+    points = [(int(k),int(i)) for k,i in rows[:,:2].tolist()]
+    if set(points)=={points[0]} and at!='failed':
+        self.awaited = at!='step'   # then come callbacks, which may send messages, too
+        return rows[:,2:2+len(t)]
+    says = [f'process {r} {[*_points.values()][k].format(i)}' for (k,i),r in dict(zip(points, self.ranks)).items()]
+    raise RuntimeError(f"AccumulateStep: {', but '.join(says)}. Unless one has failed, give all processes loaders of the "
+        "same length, such as fastai's `DistributedDL`, and batches that are cut into as many slices, or write "
+        "exact=True; and leave out a batch in all of them or in none")
 
 # %% ../nbs/processes.ipynb #5b3c0a13
 @patch
-def begin(self:Replicas, ps, n_slices=1, messages=()):
-    "A batch begins in `n_slices`; it sends the `messages` at its batch norms, and the same on the way back"
-    self.meet(1+n_slices, ps, 0, 0, 0)
-    self.coming.extend([*messages, *reversed(messages)])
-
-@patch
-def answer(self:Replicas, n=_failed, ps=()):
-    "Send `n` in the place of the message that the others wait for"
-    if not self.coming: return self.meet(n, ps, 0, 0, 0)
-    group,t = self.coming[0]
-    self.coming.clear()
-    self.gather(group, n, t)
+def gather(self:Replicas, group, at, i, n, *ts):
+    "The number `n` and the tensors `ts` of each process in `group`; all processes are at batch norm `i`"
+    if group is None: return [(n,*ts)]
+    rows = self.each(at, i, torch.cat([ts[0].new_tensor([n], dtype=torch.float64), *ts]))
+    rows = rows[[self.ranks.index(r) for r in distributed.get_process_group_ranks(group)]]
+    return [(int(n),*o.to(ts[0].dtype).chunk(len(ts))) for n,o in zip(rows[:,0].tolist(), rows[:,1:])]
 
 # %% ../nbs/processes.ipynb #543c14de
 @patch
-def add_up(self:Replicas, ps):
+def add_up(self:Replicas, ps, used):
     "Sum the gradients of `ps` over the processes, and take the buffers of the first one"
-    for p,n in zip(ps, self.used):
+    for p,n in zip(ps, used):
         if n and p.grad is None: p.grad = torch.zeros_like(p)
     for gs in buckets([p.grad for p in ps if p.grad is not None]): self.send(distributed.all_reduce, gs)
     if not self.ddp.broadcast_buffers: return
-    first = partial(distributed.broadcast, src=distributed.get_global_rank(self.group, 0))
+    first = partial(distributed.broadcast, src=self.ranks[0])
     for bs in buckets(self.ddp.buffers()): self.send(first, bs)
 
 @patch
@@ -123,11 +112,12 @@ def buckets(ts, most=25*2**20):
 
 # %% ../nbs/processes.ipynb #561bce98
 def processes(
-    model:nn.Module # The model that is trained
+    model:nn.Module, # The model that is trained
+    most:int=0 # The most numbers that `sum` gets
 )->Alone:
     "The processes that train `model` together"
     if not distributed.is_available() or not distributed.is_initialized(): return Alone()
-    if isinstance(model, DistributedDataParallel): return Replicas(model)
+    if isinstance(model, DistributedDataParallel): return Replicas(model, most)
     for m in model.modules():
         name = 'fully_shard' if hasattr(m, 'set_requires_gradient_sync') else type(m).__name__
         if name in ('fully_shard','FullyShardedDataParallel','DistributedDataParallel'):

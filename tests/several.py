@@ -424,6 +424,12 @@ class WithOwn(Norms):
 def rank(): return int(os.environ.get('RANK', 0))
 def exact(*sizes): return lambda: [MicroBatch(sizes[rank()%len(sizes)], exact=True)]
 
+def synced(model):
+    "`model` with ordinary batch norm synchronised"
+    for k,o in model.named_children():
+        if type(o) is nn.BatchNorm1d: setattr(model, k, nn.SyncBatchNorm.convert_sync_batchnorm(o))
+    return model.train()
+
 class Synced(Cut):
     "Batch norm over all processes and slices, against ordinary batch norm on the batches of all processes"
     def __init__(self, sizes, bs=(3,), n_step=1, cbs=None, model=Norms, also=None, **kwargs):
@@ -432,13 +438,9 @@ class Synced(Cut):
         super().__init__(sizes, n_step, cbs=cbs or exact(*bs), model=model, but=['opt'],
                          **{'fit': lambda l: l.fit_one_cycle(2, .02, wd=0.), **kwargs})
     def several(self, rank, world):
-        def model():
-            m = plain()
-            for k,o in m.named_children():
-                if type(o) is nn.BatchNorm1d: setattr(m, k, nn.SyncBatchNorm.convert_sync_batchnorm(o))
-            return m.train()
         on_cpus()
-        plain,self.model = self.model,model
+        plain = self.model
+        self.model = lambda: synced(plain())
         try: learn = super().several(rank, world)
         finally: self.model = plain
         return self.with_stats(learn)
@@ -519,23 +521,23 @@ cases.update(
     breaks_batch    = Breaks(event='before_batch'),
     breaks_loader   = Breaks(event='loader'),
     breaks_ctrl_c   = Breaks(ctrl_c, error=KeyboardInterrupt),
-    leaves_out      = Breaks(cancel, event='after_loss', error=RuntimeError, says='process 1 has left out a batch'),
-    leaves_out_all  = Breaks(cancel, event='before_batch', error=RuntimeError, says='1, 0 slices'),
+    leaves_out      = Breaks(cancel, event='after_loss', error=RuntimeError, says='process 1 is at the end of a window'),
+    leaves_out_all  = Breaks(cancel, event='before_batch', error=RuntimeError, says='process 1 is at the end of a window'),
 )
 
 class Refuses(Synced):
     "All processes refuse the callback `cb`, with the same error; then they train"
-    def __init__(self, cb, says, error=RuntimeError, wrap=DDP):
-        super().__init__([[8]*3, [12]*3], (3,5))
-        self.bad,self.says,self.error,self.wrap = cb,says,error,wrap
+    def __init__(self, cb, says, error=RuntimeError, wrap=DDP, model=Norms):
+        super().__init__([[8]*3, [12]*3, [4]*3], (3,5))
+        self.bad,self.says,self.error,self.wrap,self.refused = cb,says,error,wrap,model
     def several(self, rank, world):
         on_cpus()
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(Norms())
+        model = synced(self.refused())
         with pytest.raises(self.error, match=self.says):
-            train(self.dls(cut(world, self.sizes)[rank]), self.wrap(model), [AccumulateStep(1), self.bad()])
+            train(self.dls(cut(world, self.sizes)[rank]), self.wrap(model), [AccumulateStep(1), *L(self.bad())])
         return super().several(rank, world)
 
-alike = 'cut a batch into 3, 4 slices'
+alike = 'process 0 cuts a batch into 3 slices, but process 1 cuts a batch into 4 slices'
 cases.update(
     refuses_plain   = Refuses(lambda: MicroBatch(3), alike),
     refuses_coupled = Refuses(lambda: MicroBatch(3, coupled=True), alike),
@@ -583,6 +585,64 @@ cases.update(
     synced_accum   = Synced([[9,5,8], [4,7,3]], cbs=lambda: [], loss_func=nn.CrossEntropyLoss(weight=W)),
 )
 
+class Coupled(Slices):
+    "The same with `coupled=True`, where the loss sees the whole batch and running statistics move once"
+    def windows(self, world): return [a+b for a,b in chunked(super().windows(world), 2)]
+cases['synced_coupled'] = Coupled([8]*4, cbs=lambda: MicroBatch(4, coupled=True), also=lambda: MicroBatch(8, coupled=True))
+
+class Unused(Norms):
+    """The loss does not use the output of one norm; or it does in process 0 alone, and in one process with the first half
+    of the batch. This norm is the last one or not"""
+    def __init__(self, used=False, is_last=False):
+        super().__init__()
+        self.o,self.used,self.is_last = nn.BatchNorm1d(8).double(),used,is_last
+    def forward(self, x):
+        x = self.m(self.a(x)).tanh()
+        def other():
+            res = self.o(self.b(x))
+            if num_distrib()>1: return 0. if rank() else res
+            return res*(torch.arange(len(x))[:,None]<len(x)/2)
+        before = 0. if self.is_last else other()
+        x = self.n(self.b(x))
+        used = other() if self.is_last else before
+        return self.c(x+used if self.used and self.training else x)
+cases.update(
+    synced_unused = Synced([8]*4, (3,5), model=Unused),
+    synced_used   = Synced([8]*4, (3,5), model=partial(Unused, True)),   # in process 0
+    breaks_unused = Breaks(event='after_backward', model=Unused),
+    refuses_used  = Refuses(exact(3,5), 'process 0 is back at batch norm 3.*process 1 is back at batch norm 2',
+                            model=partial(Unused, True, True)),
+)
+
+class Drops(Norms):
+    "Draws `n` masks between two norms"
+    n_masks = 1
+    def forward(self, x):
+        x = self.m(self.a(x))
+        for _ in range(self.n_masks): x = F.dropout(x, .2, self.training)
+        return self.c(self.n(x))
+class Moves(Callback):
+    "Draws one more mask in process 1, so that it begins a batch again, with a new plan"
+    run_valid = False
+    def before_batch(self): get_model(self.model).n_masks = 1+(rank()==1 and self.iter==1)
+cases['refuses_again'] = Refuses(lambda: [Moves(), *exact(3,5)()], 'process 1 is at batch norm 1', model=Drops)
+
+class Halves(nn.BatchNorm1d):
+    "In training, the statistics of each half of the batch"
+    def forward(self, x):
+        if not self.training: return super().forward(x)
+        return torch.cat([F.batch_norm(o, None, None, self.weight, self.bias, True, eps=self.eps) for o in x.chunk(2)])
+def grouped(*groups):
+    "Norms that share their statistics with the processes of their group only; in one process, with half of the batch"
+    groups = [dist.new_group(o) for o in groups] if dist.is_initialized() else []
+    mine = first(groups, lambda o: o is not dist.GroupMember.NON_GROUP_MEMBER)
+    norm = nn.SyncBatchNorm(8, process_group=mine, track_running_stats=False) if groups else Halves(8, track_running_stats=False)
+    model = Norms(tracked=False)
+    model.m = norm.double()
+    return model
+cases['synced_groups'] = Synced([8]*2, (3,5), model=partial(grouped, [0,1], [2,3]))
+cases['refuses_groups'] = Refuses(exact(3,5), 'process 2 is at batch norm', model=partial(grouped, [0,1], [2]))
+
 def result(learn):
     """What is compared. `values` are left out, since a `DistributedDL` validates on other batches, and so are counts
     of micro-batches"""
@@ -613,7 +673,7 @@ class Recovers(Case):
     "Loaders that end unevenly raise the same error in all processes; then one that trains"
     def several(self, rank, world):
         dls = self.dls(cut(world, [[4]*9, [4]*4])[rank])
-        with pytest.raises(RuntimeError, match='processes have no more batches'):
+        with pytest.raises(RuntimeError, match='has no more batches'):
             train(dls, DDP(self.model()), AccumulateStep(self.n_step))
         return super().several(rank, world)
 

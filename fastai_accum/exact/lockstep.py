@@ -109,11 +109,10 @@ def merge(parts):
 
 class Meeting:
     "A batch norm at which the slices meet, and those of all processes `procs` if it is a `SyncBatchNorm`"
-    def __init__(self, args, procs):
-        self.args,self.gather = args,partial(procs.gather, args.process_group)
-        self.n,self.mean,self.sq = [],[],[]   # of each slice
-        self.tokens = []                      # what ties the slices together
-        self.grads,self.sums = {},{}          # the gradients of each slice, and their sums for each slice
+    def __init__(self, args, procs, i):   # the batch comes to it as the `i`th
+        self.args,self.i,self.gather = args,i,partial(procs.gather, args.process_group)
+        self.parts,self.tokens = [],[]   # the statistics of each slice; what ties the slices together
+        self.grads,self.sums = {},{}     # the gradients of each slice, and their sums for each slice
 
     def take(self, x):
         "Add up the activations `x` of the next slice"
@@ -121,14 +120,14 @@ class Meeting:
         n = x.numel()//x.shape[1]
         mean = x.sum(_dims(x))/max(n, 1)   # a mask may leave a slice empty
         d = x-_by_channel(mean, x)   # `var_mean` is slower on a CPU
-        self.n.append(n); self.mean.append(mean); self.sq.append((d*d).sum(_dims(x)))
+        self.parts.append((n,mean,(d*d).sum(_dims(x))))
 
     def finish(self):
         "All slices have arrived: compute the statistics of the batch, and update the running statistics once"
-        a,own = self.args,merge(zip(self.n, self.mean, self.sq))
-        self.total,mean,sq = merge(self.gather(*own))
+        a,own = self.args,merge(self.parts)
+        self.total,mean,sq = merge(self.gather('forward', self.i, *own))
         if self.total==1: raise ValueError("Expected more than 1 value per channel when training")   # as PyTorch says
-        self.mean,self.var,self.sq = mean,sq/self.total,None
+        self.mean,self.var = mean,sq/self.total
         self.inv = (self.var+a.eps).rsqrt()
         for running,new in (a.running_mean,mean),(a.running_var,sq/(self.total-1)):
             if running is not None: running.mul_(1-a.momentum).add_((new*a.momentum).to(running.dtype))
@@ -150,8 +149,8 @@ class Meeting:
     def add_up(self):
         "All slices have brought their gradients; a slice with an unused output brings none"
         own = [sum((o[i] for o in self.grads.values()), torch.zeros_like(self.mean)) for i in (1,2)]
-        n,*sums = map(sum, zip(*self.gather(len(self.grads), *own)))
-        if n: self.sums = dict.fromkeys(range(len(self.n)), sums)
+        n,*sums = map(sum, zip(*self.gather('backward', self.i, len(self.grads), *own)))
+        if n: self.sums = dict.fromkeys(range(len(self.parts)), sums)
 
     def take_back(self, k, x, host):
         "The gradient of the input `x` of slice `k`"
@@ -281,9 +280,9 @@ class Lockstep:
     def _norm(self, slice, k, o, _):
         "Slice `k` has come to a batch norm"
         x,o.input = o.input,None
-        if k==0: self.met = Meeting(o, self.procs)
+        if k==0: self.met = Meeting(o, self.procs, self.met.i+1 if self.met else 1)
         met = self.met
-        if met is None or len(met.n)!=k or place(met.args)!=place(o):
+        if met is None or len(met.parts)!=k or place(met.args)!=place(o):
             self._differ(running(self.state.model) or 'a batch norm', 'another place')
         if torch.is_grad_enabled(): return self._pass(slice, k, met, x, o).as_subclass(type(x))
         met.take(x)

@@ -14,7 +14,7 @@ from fastai.basics import *
 from torch.nn import functional as F
 from torch.nn.modules import batchnorm
 from .draws import Dealt,Deck,Differs,Draws,batch_dims,running
-from .lockstep import AtNorms,Lockstep,in_thread,synced,wide
+from .lockstep import AtNorms,Lockstep,in_thread,synced
 from ..memory.checkpointing import GradientCheckpointing
 from ..state import ModelState,State,held,shared
 from ..memory.offload import Host
@@ -85,12 +85,11 @@ def plan(self:Exact, state, forward, xb, n, cut):
 # %% ../../nbs/exact/whole.ipynb #90db4df4
 def watch(state, forward, xb):
     "What a run of the model does, from `state` and on `xb`; nothing remains of it"
-    norms,messages,changed = set(),[],{}
+    norms,changed = set(),{}
     def look(): changed.update((id(x), x) for x in first.changed())
     def note(o, f):
         look()
         norms.update(id(t) for t in (o.running_mean,o.running_var))
-        if o.process_group: messages.append((o.process_group, wide(o.input).new_zeros(2*o.input.shape[1])))
         two = torch.cat([o.input,o.input])   # batch norm refuses one sample
         return F.batch_norm(two, None, None, o.weight, o.bias, True, 0., o.eps)[:len(o.input)]
     at = AtNorms(note)
@@ -102,7 +101,7 @@ def watch(state, forward, xb):
         moved = state.moved(lent)-{i for i,b in lent.items() if id(b) in norms}   # without running statistics
     buffers = [(bs,k) for bs,k in state.places if id(bs[k]) in moved or id(bs) in changed]
     changed.update((id(bs), bs) for bs,_ in buffers)
-    return SimpleNamespace(draws=draws.draws, inside={o.inside for o in draws.draws}, norms=norms, messages=messages,
+    return SimpleNamespace(draws=draws.draws, inside={o.inside for o in draws.draws}, norms=norms,
                            objects=list(changed.values()), buffers=buffers)
 
 def _copy(o): return o.clone() if isinstance(o, Tensor) else o.copy()   # the model may change its input
@@ -118,7 +117,6 @@ def modes(model):
 @patch
 def run_slices(self:Exact, plan, state, forward, parts, sizes):
     "The predictions for each slice, run according to the `plan`"
-    self.micro.begin_batch(1, plan.messages)
     deck = Deck(plan.draws, sum(sizes))
     start = ModelState(self.model, plan.objects, plan.buffers, state.generators)   # what changes, and no more
     @contextmanager

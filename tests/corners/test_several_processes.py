@@ -13,12 +13,13 @@ refused = dict(
     shards           = 'fully_shard',
     lr_find          = 'lr_find waits for ever in several processes',
     ctx_find         = 'lr_find waits for ever in several processes',
-    ends_early       = 'processes have no more batches',
+    ends_early       = 'has no more batches',
     # fastai adds up these metrics over the processes at each micro-batch
     metrics_uneven   = 'collective mismatch',
     empty            = 'no training')
 some = 'even tail uneven one_is_empty dropped_last buffers static unused ctx_odd sched synced_uneven breaks_model'
-worlds = {2: [k for k in cases if k not in ('breaks','killed',*refused)], 3: some.split()}
+worlds = {2: [k for k in cases if k not in ('breaks','killed','synced_groups','refuses_groups',*refused)],
+          3: [*some.split(), 'refuses_groups'], 4: ['synced_groups']}
 
 @pytest.fixture(scope='module')
 def results(tmp_path_factory): return started(worlds, tmp_path_factory)
@@ -57,10 +58,10 @@ def test_an_error_in_one_process(tmp_path):
     assert all(codes) and 'process 1 has had enough' in logs[1]
 
 def test_messages_of_an_exact_batch(results):
-    """One when a batch begins, one at each of two norms, forward and backward, one at the end of the window, and one
-    with the gradients, although one process has six slices and the other has two"""
+    """One at each of two norms, forward and backward, one at the end of the window, and one with the gradients, although
+    one process has six slices and the other has two"""
     for several in load(results(2), 'synced_messages', 2):
-        assert several['seen']==[dict(all_gather=1+2*2+1, all_reduce=1)]*8
+        assert several['seen']==[dict(all_gather=2*2+1, all_reduce=1)]*8
 
 def test_a_process_that_is_killed(tmp_path):
     "Between two norms: the other one ends, too"
