@@ -30,7 +30,8 @@ from ..processes import Alone
 def handed_on(f):
     "`f` for another thread, where PyTorch then is as it is now in this thread"
     around = [*Autocast().contexts(), torch.set_grad_enabled(torch.is_grad_enabled()), *streams()]
-    functions,dispatches = _get_current_function_mode_stack(),_get_current_dispatch_mode_stack()
+    functions = _get_current_function_mode_stack()
+    dispatches = _get_current_dispatch_mode_stack()
     def run():
         with ExitStack() as stack:
             for o in around: stack.enter_context(o)
@@ -45,8 +46,10 @@ class Abandoned(BaseException): "Ends a slice that waits, after another slice ha
 class Waiting:
     "Runs `f(self)` in its own thread; `f` can wait in the middle, with `wait`, and goes on at the next `resume`"
     def __init__(self, f):
-        self.f,self.result,self.done,self.abandoned = f,None,False,False
-        self._go,self._back = SimpleQueue(),SimpleQueue()
+        self.f = f
+        self.result = None
+        self.done = self.abandoned = False
+        self._go,self._back = SimpleQueue(),SimpleQueue()   # from `resume`, and back to it
         self.thread = threading.Thread(target=handed_on(self._run), daemon=True)
 
     def _run(self):
@@ -60,7 +63,9 @@ class Waiting:
 
     def wait(self):
         "Called by `f`: wait for the next `resume`"
-        if not self.abandoned: self._back.put(None); self._go.get()
+        if not self.abandoned:
+            self._back.put(None)
+            self._go.get()
         if self.abandoned: raise Abandoned
 
     def resume(self):
@@ -73,22 +78,29 @@ class Waiting:
         finally: error = None   # its traceback holds this frame
         return self.done
 
-    def abandon(self):
-        "End the thread where it waits, or where it would wait next if Ctrl-C comes while it runs"
-        self.abandoned = True
-        self._go.put(None)
+# %% ../../nbs/exact/lockstep.ipynb #3fd46b2c
+@patch
+def abandon(self:Waiting):
+    "End the thread where it waits, or where it would wait next if Ctrl-C comes while it runs"
+    self.abandoned = True
+    self._go.put(None)
 
-    def close(self):
-        "Wait for the end of the thread"
-        try: self.thread.join()
-        except RuntimeError: pass   # it has not begun, or Ctrl-C came while it began; then it ends by itself
-        self.f = self.result = None
+@patch
+def close(self:Waiting):
+    "Wait for the end of the thread"
+    try: self.thread.join()
+    except RuntimeError: pass   # it has not begun, or Ctrl-C came while it began; then it ends by itself
+    self.f = self.result = None
 
 def in_thread(f):
     "What `f` returns, from its own thread, so that Ctrl-C waits for its end and does not break PyTorch's modes"
     w = Waiting(lambda _: f())
-    try: w.resume(); return w.result
-    finally: w.abandon(); w.close()
+    try:
+        w.resume()
+        return w.result
+    finally:
+        w.abandon()
+        w.close()
 
 # %% ../../nbs/exact/lockstep.ipynb #6efafa1e
 def _dims(x): return [0,*range(2,x.ndim)]
@@ -107,12 +119,15 @@ def merge(parts):
     mean = sum(n*m for n,m in zip(ns, means))/max(total, 1)
     return total,mean,sum(s + n*(m-mean)**2 for n,m,s in zip(ns, means, sqs))
 
+# %% ../../nbs/exact/lockstep.ipynb #6efafa1f
 class Meeting:
     "A batch norm at which the slices meet, and those of all processes `procs` if it is a `SyncBatchNorm`"
-    def __init__(self, args, procs, i):   # the batch comes to it as the `i`th
-        self.args,self.i,self.gather = args,i,partial(procs.gather, args.process_group)
+    def __init__(self, args, procs, i):
+        self.args,self.i = args,i   # the arguments of batch norm; the batch comes to it as the `i`th
+        self.gather = partial(procs.gather, args.process_group)
         self.parts,self.tokens = [],[]   # the statistics of each slice; what ties the slices together
-        self.grads,self.sums = {},{}     # the gradients of each slice, and their sums for each slice
+        self.grads = {}   # what each slice brings back: the gradient of its output, and its part of dγ and dβ
+        self.sums = {}    # dγ and dβ of the batch, for each slice
 
     def take(self, x):
         "Add up the activations `x` of the next slice"
@@ -124,12 +139,12 @@ class Meeting:
 
     def finish(self):
         "All slices have arrived: compute the statistics of the batch, and update the running statistics once"
-        a,own = self.args,merge(self.parts)
-        self.total,mean,sq = merge(self.gather('forward', self.i, *own))
+        a = self.args
+        self.total,self.mean,sq = merge(self.gather('forward', self.i, *merge(self.parts)))
         if self.total==1: raise ValueError("Expected more than 1 value per channel when training")   # as PyTorch says
-        self.mean,self.var = mean,sq/self.total
+        self.var = sq/self.total
         self.inv = (self.var+a.eps).rsqrt()
-        for running,new in (a.running_mean,mean),(a.running_var,sq/(self.total-1)):
+        for running,new in (a.running_mean,self.mean),(a.running_var,sq/(self.total-1)):
             if running is not None: running.mul_(1-a.momentum).add_((new*a.momentum).to(running.dtype))
 
     def normalised(self, x): return (wide(x)-_by_channel(self.mean, wide(x)))*_by_channel(self.inv, wide(x))
@@ -139,26 +154,32 @@ class Meeting:
         weight,bias = (None if o is None else o.to(self.mean.dtype) for o in (weight,bias))
         return F.batch_norm(x, self.mean, self.var, weight, bias, eps=self.args.eps)
 
-    def bring(self, k, x, dy, host):
-        "Slice `k` with the input `x` brings the gradient `dy` of its output; returns its part of dγ and dβ"
-        g = wide(dy)
-        dbeta,dgamma = g.sum(_dims(x)),(g*self.normalised(x)).sum(_dims(x))
-        self.grads[k] = host.put(dy.detach()),dbeta,dgamma
-        return dgamma,dbeta
+# %% ../../nbs/exact/lockstep.ipynb #6efafa20
+@patch
+def bring(self:Meeting, k, x, dy, host):
+    "Slice `k` with the input `x` brings the gradient `dy` of its output; returns its part of dγ and dβ"
+    g = wide(dy)
+    dgamma = (g*self.normalised(x)).sum(_dims(x))
+    dbeta = g.sum(_dims(x))
+    self.grads[k] = host.put(dy.detach()),dgamma,dbeta
+    return dgamma,dbeta
 
-    def add_up(self):
-        "All slices have brought their gradients; a slice with an unused output brings none"
-        own = [sum((o[i] for o in self.grads.values()), torch.zeros_like(self.mean)) for i in (1,2)]
-        n,*sums = map(sum, zip(*self.gather('backward', self.i, len(self.grads), *own)))
-        if n: self.sums = dict.fromkeys(range(len(self.parts)), sums)
+@patch
+def add_up(self:Meeting):
+    "All slices have brought their gradients; a slice with an unused output brings none"
+    own = [sum((o[i] for o in self.grads.values()), torch.zeros_like(self.mean)) for i in (1,2)]
+    n,*sums = map(sum, zip(*self.gather('backward', self.i, len(self.grads), *own)))
+    if n: self.sums = dict.fromkeys(range(len(self.parts)), sums)
 
-    def take_back(self, k, x, host):
-        "The gradient of the input `x` of slice `k`"
-        (dy,*_),(dbeta,dgamma) = self.grads.pop(k, (None,)),self.sums.pop(k)
-        res,w = self.normalised(x),self.args.weight
-        res.mul_(_by_channel(-dgamma/self.total, res)).sub_(_by_channel(dbeta/self.total, res))
-        if dy is not None: res.add_(host.get(dy))
-        return res.mul_(_by_channel(self.inv if w is None else self.inv*w.detach(), res)).to(x.dtype)
+@patch
+def take_back(self:Meeting, k, x, host):
+    "The gradient of the input `x` of slice `k`: dx = γ/σ·(dy − dβ/N − x̂·dγ/N) (Ioffe and Szegedy, 2015, section 3)"
+    dgamma,dbeta = self.sums.pop(k)
+    res = self.normalised(x)
+    res.mul_(_by_channel(-dgamma/self.total, res)).sub_(_by_channel(dbeta/self.total, res))
+    if k in self.grads: res.add_(host.get(self.grads.pop(k)[0]))
+    w = self.args.weight
+    return res.mul_(_by_channel(self.inv if w is None else self.inv*w.detach(), res)).to(x.dtype)
 
 # %% ../../nbs/exact/lockstep.ipynb #d762dc18
 class _Arrive(Function):
@@ -213,14 +234,17 @@ _signatures[synced] = inspect.signature(partial(SyncBatchNorm.forward, None))
 _attention = FunctionType(F.multi_head_attention_forward.__code__, {**vars(F), 'has_torch_function':lambda _: False},
                           argdefs=F.multi_head_attention_forward.__defaults__)
 
+# %% ../../nbs/exact/lockstep.ipynb #b8a6de09
 class AtNorms(TorchFunctionMode):
     "Call `norm(args, f)` in the place of each batch norm in training, which is `f()`; `mode` is on where it is needed"
     def __init__(self, norm, mode=None, inside=()): # `inside`: in these functions, and in those that get a generator
         super().__init__()
-        self.norm,self.mode,self.inside,self.at = norm,mode,inside,None   # `at`: the function that is running
+        self.norm,self.mode,self.inside = norm,mode,inside
+        self.at = None   # the function that is running
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs,self.at = kwargs or {},func
+        kwargs = kwargs or {}
+        self.at = func
         def run(): return func(*args, **kwargs)
         if self.mode and (func in self.inside or kwargs.get('generator')):
             with self.mode: return run()
@@ -245,12 +269,13 @@ class Lockstep:
     ):
         store_attr()
         self.first = torch.ones((), requires_grad=True)
-        self.host,self.hidden,self.met = Host(state.model, looks_ahead=False),Hidden(state.model),None   # the last `Meeting`
+        self.host,self.hidden = Host(state.model, looks_ahead=False),Hidden(state.model)
+        self.met = None   # the last `Meeting`
 
     def run(self):
         "The predictions for each slice"
-        n = len(self.parts)
-        slices,turns = [Waiting(partial(self._slice, k)) for k in range(n)],Turns(self.state, n)
+        slices = [Waiting(partial(self._slice, k)) for k in range(len(self.parts))]
+        turns = Turns(self.state, len(slices))
         try:
             while True:
                 ended = []
@@ -267,38 +292,43 @@ class Lockstep:
             for s in slices: s.abandon()   # all of them first, because one may wait for a lock that another holds
             for s in slices: s.close()
 
-    def _differ(self, one, other):
-        raise Differs("MicroBatch: exact=True is not possible: slices take different ways through the model: one "
-            f"comes to {one}, the other to {other}. Slices meet at each batch norm, so the way must not depend on the "
-            "samples; leave exact out")
+# %% ../../nbs/exact/lockstep.ipynb #acdefab6
+@patch
+def _differ(self:Lockstep, one, other):
+    raise Differs("MicroBatch: exact=True is not possible: slices take different ways through the model: one "
+        f"comes to {one}, the other to {other}. Slices meet at each batch norm, so the way must not depend on the "
+        "samples; leave exact out")
 
-    def _slice(self, k, slice):
-        norm = partial(self._norm, slice, k)
-        with self.hidden.rows(k, self.sizes),self.around(k, norm),self.host.hooks(*self.parts):
-            return self.forward(*self.parts[k])
+@patch
+def _slice(self:Lockstep, k, slice):
+    norm = partial(self._norm, slice, k)
+    with self.hidden.rows(k, self.sizes),self.around(k, norm),self.host.hooks(*self.parts):
+        return self.forward(*self.parts[k])
 
-    def _norm(self, slice, k, o, _):
-        "Slice `k` has come to a batch norm"
-        x,o.input = o.input,None
-        if k==0: self.met = Meeting(o, self.procs, self.met.i+1 if self.met else 1)
-        met = self.met
-        if met is None or len(met.parts)!=k or place(met.args)!=place(o):
-            self._differ(running(self.state.model) or 'a batch norm', 'another place')
-        if torch.is_grad_enabled(): return self._pass(slice, k, met, x, o).as_subclass(type(x))
-        met.take(x)
-        slice.wait()
-        return met.output(x, o.weight, o.bias)
+@patch
+def _norm(self:Lockstep, slice, k, o, _):
+    "Slice `k` has come to a batch norm"
+    x,o.input = o.input,None
+    if k==0: self.met = Meeting(o, self.procs, self.met.i+1 if self.met else 1)
+    met = self.met
+    if met is None or len(met.parts)!=k or place(met.args)!=place(o):
+        self._differ(running(self.state.model) or 'a batch norm', 'another place')
+    if torch.is_grad_enabled(): return self._pass(slice, k, met, x, o).as_subclass(type(x))
+    met.take(x)
+    slice.wait()
+    return met.output(x, o.weight, o.bias)
 
-    def _pass(self, slice, k, met, x, o):
-        one = torch.ones((), device=x.device, requires_grad=True)   # without a gradient, autograd saves nothing
-        token,self.baton = _Arrive.apply(x.as_subclass(Tensor), one, met, k, self.host)
-        arrived = token.grad_fn
-        met.tokens.append(token)
-        try:
-            with _parked(x, arrived, self.host): slice.wait()
-        # the token leads to `met` through C++, where no one would find the cycle: let go of it after an error, too
-        finally: token,met.tokens[k] = met.tokens[k],None
-        return _Leave.apply(token, self.baton, o.weight, o.bias, x.detach().as_subclass(Tensor), arrived)
+@patch
+def _pass(self:Lockstep, slice, k, met, x, o):
+    one = torch.ones((), device=x.device, requires_grad=True)   # without a gradient, autograd saves nothing
+    token,self.baton = _Arrive.apply(x.as_subclass(Tensor), one, met, k, self.host)
+    arrived = token.grad_fn
+    met.tokens.append(token)
+    try:
+        with _parked(x, arrived, self.host): slice.wait()
+    # the token leads to `met` through C++, where no one would find the cycle: let go of it after an error, too
+    finally: token,met.tokens[k] = met.tokens[k],None
+    return _Leave.apply(token, self.baton, o.weight, o.bias, x.detach().as_subclass(Tensor), arrived)
 
 @contextmanager
 def _parked(x, arrived, host):
