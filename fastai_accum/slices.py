@@ -77,7 +77,8 @@ def join(preds, sizes, path='pred'):
     "Join the predictions for slices of `sizes` samples, to get those for the whole batch; `path` is for errors"
     o = preds[0]
     def have_rows(): return all(x.ndim and len(x)==n for p,n in zip(preds, sizes) for _,x in leaves(p))
-    if is_array(o) and have_rows(): return torch.cat(preds) if isinstance(o, Tensor) else np.concatenate(preds)
+    are_alike = is_array(o) and len({p.shape[1:] for p in preds})==1
+    if are_alike and have_rows(): return torch.cat(preds) if isinstance(o, Tensor) else np.concatenate(preds)
     if isinstance(o, (list,tuple,L)) and [len(p) for p in preds]==sizes and not (leaves(o) and have_rows()):
         return type(o)(v for p in preds for v in p)   # one entry per sample
     if len(keys(o)) and len({len(p) for p in preds})==1:
@@ -85,7 +86,9 @@ def join(preds, sizes, path='pred'):
     if is_array(o) and not o.ndim and all(p is o or bool(p==o) for p in preds): return o   # made from weights only
     if all(p is o and not holds_tensors(o) or isinstance(p, (str,bool,int,float)) and p==o for p in preds): return o
     shape = f' of shape {tuple(o.shape)}' if is_array(o) else ''
-    is_cache = type(o).__name__.endswith('Cache')   # of keys and values
-    hint = 'set model.config.use_cache=False' if is_cache else 'return one row per sample'
+    hint = 'return one row per sample' + ', of the same shape in all slices'*(is_array(o) and not are_alike)
+    if is_array(o) and all(p.shape==(n,n) for p,n in zip(preds, sizes)):
+        hint = 'return the embeddings, and compare all pairs of them in the loss'
+    if type(o).__name__.endswith('Cache'): hint = 'set model.config.use_cache=False'   # a cache of keys and values
     raise ValueError(f"MicroBatch: the slices cannot be joined, because for {sizes[0]} samples {path} is a "
                      f"{type(o).__name__}{shape}; {hint}, or pass valid=False, so that validation is not cut")

@@ -426,8 +426,9 @@ def exact(*sizes): return lambda: [MicroBatch(sizes[rank()%len(sizes)], exact=Tr
 
 def synced(model):
     "`model` with ordinary batch norm synchronised"
-    for k,o in model.named_children():
-        if type(o) is nn.BatchNorm1d: setattr(model, k, nn.SyncBatchNorm.convert_sync_batchnorm(o))
+    for m in list(model.modules()):
+        for k,o in m.named_children():
+            if type(o) is nn.BatchNorm1d: setattr(m, k, nn.SyncBatchNorm.convert_sync_batchnorm(o))
     return model.train()
 
 class Synced(Cut):
@@ -642,6 +643,29 @@ def grouped(*groups):
     return model
 cases['synced_groups'] = Synced([8]*2, (3,5), model=partial(grouped, [0,1], [2,3]))
 cases['refuses_groups'] = Refuses(exact(3,5), 'process 2 is at batch norm', model=partial(grouped, [0,1], [2]))
+
+class Deep(nn.Module):
+    "Blocks that checkpointing finds"
+    class Block(nn.Module):
+        def __init__(self): super().__init__(); self.a,self.m,self.b = nn.Linear(6,32,bias=False),nn.BatchNorm1d(32),nn.Linear(32,6)
+        def forward(self, x): return x+self.b(self.m(self.a(x)).tanh())
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks,self.c = nn.Sequential(*[self.Block() for _ in range(4)]),nn.Linear(6,3)
+        self.double()
+    def forward(self, x): return self.c(self.blocks(x))
+class Fits(Synced):
+    "The line that `what_fits` names in one process holds in several"
+    def several(self, rank, world):
+        env = {k:os.environ.pop(k) for k in ('RANK','WORLD_SIZE')}   # as before the processes start
+        try: fits = train(self.dls([list(range(24))]), Deep(), fit=noop).what_fits('1KB')
+        finally: os.environ.update(env)
+        line, = [o.line for o in fits.ways if o.line and o.is_same]
+        plain,self.fit = self.fit,lambda learn: plain(eval(line))
+        try: return super().several(rank, world)
+        finally: self.fit = plain
+cases['synced_fits'] = Fits([8]*4, cbs=lambda: [], model=Deep)
 
 def result(learn):
     """What is compared. `values` are left out, since a `DistributedDL` validates on other batches, and so are counts

@@ -183,3 +183,24 @@ def test_a_loss_beside_the_predictions():
     learn = make_learner(make_dls(64, 32), Own(), lambda p, y: F.cross_entropy(p['h'], y),
                          cbs=MicroBatch(8, coupled=True), **one_group)
     with pytest.raises(ValueError, match="pred..loss.. is a Tensor of shape"): learn.fit(1)
+
+class AllPairs(nn.Module):
+    "Compares all samples with each other, as CLIP does"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a,self.b = (nn.Linear(6,3).double() for _ in range(2))
+    def embed(self, x): return F.normalize(self.a(x), dim=1),F.normalize(self.b(x), dim=1)
+    def forward(self, x): a,b = self.embed(x); return dict(logits=a@b.t())
+class Embeds(AllPairs):
+    forward = AllPairs.embed
+
+def own_pair(logits): return F.cross_entropy(logits, torch.arange(len(logits)))
+
+@pytest.mark.parametrize('kw', [{}, dict(coupled=True), dict(exact=True)], ids=str)
+def test_logits_of_all_pairs(kw):
+    "They cannot be joined, and the error says what to do; this is right"
+    learn = make_learner(make_dls(64, 32), AllPairs(), lambda p, y: own_pair(p['logits']), cbs=MicroBatch(5, **kw),
+                         **one_group)
+    with pytest.raises(ValueError, match='return the embeddings, and compare all pairs of them in the loss'): learn.fit(1)
+    if kw: whole(lambda: MicroBatch(5, **kw), model=Embeds, loss_func=lambda p, y: own_pair(p[0]@p[1].t()))
