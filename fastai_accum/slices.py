@@ -77,18 +77,28 @@ def join(preds, sizes, path='pred'):
     "Join the predictions for slices of `sizes` samples, to get those for the whole batch; `path` is for errors"
     o = preds[0]
     def have_rows(): return all(x.ndim and len(x)==n for p,n in zip(preds, sizes) for _,x in leaves(p))
-    are_alike = is_array(o) and len({p.shape[1:] for p in preds})==1
-    if are_alike and have_rows(): return torch.cat(preds) if isinstance(o, Tensor) else np.concatenate(preds)
-    if isinstance(o, (list,tuple,L)) and [len(p) for p in preds]==sizes and not (leaves(o) and have_rows()):
+    if is_array(o):
+        if len({p.shape[1:] for p in preds})==1 and have_rows():
+            return torch.cat(preds) if isinstance(o, Tensor) else np.concatenate(preds)
+    elif isinstance(o, (list,tuple,L)) and [len(p) for p in preds]==sizes and not (leaves(o) and have_rows()):
         return type(o)(v for p in preds for v in p)   # one entry per sample
-    if len(keys(o)) and len({len(p) for p in preds})==1:
+    elif len(keys(o)) and len({len(p) for p in preds})==1:
         return like(o, [join([p[k] for p in preds], sizes, f'{path}[{k!r}]') for k in keys(o)])
-    if is_array(o) and not o.ndim and all(p is o or bool(p==o) for p in preds): return o   # made from weights only
-    if all(p is o and not holds_tensors(o) or isinstance(p, (str,bool,int,float)) and p==o for p in preds): return o
+    if all(_is_same(p, o) for p in preds): return o
     shape = f' of shape {tuple(o.shape)}' if is_array(o) else ''
-    hint = 'return one row per sample' + ', of the same shape in all slices'*(is_array(o) and not are_alike)
-    if is_array(o) and all(p.shape==(n,n) for p,n in zip(preds, sizes)):
-        hint = 'return the embeddings, and compare all pairs of them in the loss'
-    if type(o).__name__.endswith('Cache'): hint = 'set model.config.use_cache=False'   # a cache of keys and values
     raise ValueError(f"MicroBatch: the slices cannot be joined, because for {sizes[0]} samples {path} is a "
-                     f"{type(o).__name__}{shape}; {hint}, or pass valid=False, so that validation is not cut")
+                     f"{type(o).__name__}{shape}; {_instead(preds, sizes)}, or pass valid=False, so that "
+                     "validation is not cut")
+
+def _is_same(p, o):
+    "Whether a prediction is the same in two slices, such as a scale that is made from weights only"
+    if is_array(o): return not o.ndim and bool(p==o)
+    return p==o if isinstance(p, (str,bool,int,float)) else p is o and not holds_tensors(o)
+
+def _instead(preds, sizes):
+    o = preds[0]
+    if type(o).__name__.endswith('Cache'): return 'set model.config.use_cache=False'   # of keys and values
+    if not is_array(o): return 'return one row per sample'
+    if all(p.shape==(n,n) for p,n in zip(preds, sizes)):
+        return 'return the embeddings, and compare all pairs of them in the loss'
+    return 'return one row per sample, of the same shape in all slices'
