@@ -19,7 +19,7 @@ from fastai.vision.all import *
 from fastai.callback.progress import ProgressCallback
 from fastai_accum.all import *
 from fastai_accum.know.what_fits import as_text
-from fastai_accum.rewind import is_out_of_memory
+from fastai_accum.devices import is_out_of_memory
 
 def loaders(data, bs, device): return DataLoaders.from_dsets(data, data, bs=bs, device=device)
 

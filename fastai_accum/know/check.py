@@ -12,19 +12,18 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from html import escape
 from fastai.basics import *
-from ..devices import accelerators,has_float64
-from ..held import RandomState
+from ..devices import has_float64,is_out_of_memory
 from ..core import AccumulateStep,WindowCallback
 from ..extras.batchnorm import BatchNormEval,to_group_norm
 from ..memory.checkpointing import GradientCheckpointing
 from ..memory.offload import OffloadActivations
 from ..microbatch import MicroBatch
 from ..patch import accumulation_settings
-from ..rewind import is_out_of_memory
 from ..slices import leaves,slices,tree_map
+from ..state import everybodys,seed
 from ..windows import batch_size,n_of
 from .trial import Given,Middles,apart,double,eager,train
-from .unchanged import Remembered
+from .unchanged import learner_state
 from ..exact.lockstep import AtNorms
 from ..exact.whole import refuse
 from .prove import Seen,by_itself,first_unlike,off,plain_loss
@@ -76,7 +75,7 @@ class SwitchOff(Callback):
         with norms,draws: return f(*args, **kwargs)
     def before_batch(self):
         self.seed += 'dropout' in self.on
-        RandomState(accelerators(self.model)).seed(self.seed)
+        seed(everybodys(self.model), self.seed)
         if hasattr(self.model, 'reset'): self.model.reset()
 
 # %% ../../nbs/know/check.ipynb #c1000004
@@ -279,7 +278,7 @@ def check_accumulation(self:Learner,
     opt,was = self.opt,None
     try:
         self.opt = None   # its state is not touched
-        was,dl = Remembered(self, copies=False),self.dls.train
+        was,dl = learner_state(self, copies=False),self.dls.train
         batch = dl.one_batch() if hasattr(dl, 'one_batch') else first(dl)
         was.put_back()
         with apart(self.model): return Bench(self, was, batch, bs).check()

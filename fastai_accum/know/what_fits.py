@@ -18,7 +18,7 @@ from numbers import Real
 from fastai.basics import *
 from fastprogress.fastprogress import progress_bar
 from .. import core
-from ..devices import Autocast,api,counts_memory,free_memory,synchronize
+from ..devices import Autocast,api,counts_memory,free_memory,is_out_of_memory,synchronize
 from ..core import AccumulateStep,in_charge
 from ..exact.draws import Draws
 from ..exact.lockstep import AtNorms
@@ -28,7 +28,6 @@ from ..memory.offload import OffloadActivations
 from ..microbatch import MicroBatch
 from ..refusals import check_count
 from ..replace import lent
-from ..rewind import is_out_of_memory
 from ..slices import join,leaves,slices,tree_map
 from ..windows import n_of
 from .trial import Given

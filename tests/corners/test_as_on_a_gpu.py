@@ -3,7 +3,7 @@ from contextlib import suppress
 from harness import *
 from test_exact import X2,Y2,draws,same
 from fastai_accum.exact.draws import Draw,batch_dims
-from fastai_accum.held import generator_of
+from fastai_accum.devices import generator_of
 from fastai_accum.know import prove as know_prove,trial as know_trial
 from fastai_accum.know.trial import Middles,apart,in_double
 from torch.utils._python_dispatch import TorchDispatchMode

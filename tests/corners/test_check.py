@@ -10,7 +10,7 @@ from fastai.callback.mixup import CutMix,MixUp
 from fastai.callback.training import GradientClip
 from fastai_accum.all import *
 from fastai_accum.know.check import *
-from fastai_accum.held import Held
+from fastai_accum.state import State
 from fastai_accum.patch import accumulation_settings
 from fastai_accum.know.prove import tol
 
@@ -319,13 +319,13 @@ def test_fits_as_before():
 
 def test_ctrl_c_while_the_learner_is_set_back(monkeypatch):
     "Setting back goes on to its end"
-    learn,put_back,n,at = learner(net(nn.BatchNorm1d(5)), cbs=AccumulateStep(2)),Held.restore,0,0
+    learn,put_back,n,at = learner(net(nn.BatchNorm1d(5)), cbs=AccumulateStep(2)),State.put_back,0,0
     def restore(self):
         nonlocal n
         n += 1
         if n==at: _thread.interrupt_main(); time.sleep(.01)
         put_back(self)
-    monkeypatch.setattr(Held, 'restore', restore)
+    monkeypatch.setattr(State, 'put_back', restore)
     learn.check_accumulation()   # proves its remedies once
     n = 0
     learn.check_accumulation()

@@ -15,7 +15,7 @@ from fastai_accum.loss import loss_weight
 from fastai_accum.know.check import *
 from fastai_accum.microbatch import *
 from fastai_accum.know.noise import *
-from fastai_accum.know.unchanged import Remembered,unchanged
+from fastai_accum.know.unchanged import learner_state,unchanged
 from fastai_accum.patch import *
 from fastai_accum.extras.precision import *
 from fastai_accum.extras.skip import *
@@ -536,7 +536,7 @@ def test_data_is_not_copied():
     learn = make_learner(DataLoaders(dl, dl), cbs=Holds())
     learn.model.ds = ds
     tracemalloc.start()
-    was = Remembered(learn)
+    was = learner_state(learn)
     size = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert size<5e5, size
