@@ -41,8 +41,8 @@ class Replicas(Alone):
 
     def sum(self, at, *vs, i=0):
         "Add up the numbers `vs` over the processes; `at` and `i` say at which point"
-        device = next(self.ddp.parameters()).device
-        return self.each(at, i, torch.tensor([float(v) for v in vs], dtype=torch.float64, device=device)).sum(0).tolist()
+        t = torch.tensor([float(v) for v in vs], dtype=torch.float64, device=next(self.ddp.parameters()).device)
+        return self.each(at, i, t).sum(0).tolist()
 
     def fail(self):
         with suppress(Exception): self.synced and self.awaited and self.sum('failed')
@@ -69,8 +69,8 @@ def each(self:Replicas, at, i, t):
         self.awaited = at!='step'   # then come callbacks, which may send messages, too
         return rows[:,2:2+len(t)]
     says = [f'process {r} {[*_points.values()][k].format(i)}' for (k,i),r in dict(zip(points, self.ranks)).items()]
-    raise RuntimeError(f"AccumulateStep: {', but '.join(says)}. Unless one has failed, give all processes loaders of the "
-        "same length, such as fastai's `DistributedDL`, and batches that are cut into as many slices, or write "
+    raise RuntimeError(f"AccumulateStep: {', but '.join(says)}. Unless one has failed, give all processes loaders of "
+        "the same length, such as fastai's `DistributedDL`, and batches that are cut into as many slices, or write "
         "exact=True; and leave out a batch in all of them or in none")
 
 # %% ../nbs/processes.ipynb #5b3c0a13

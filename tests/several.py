@@ -522,8 +522,8 @@ cases.update(
     breaks_batch    = Breaks(event='before_batch'),
     breaks_loader   = Breaks(event='loader'),
     breaks_ctrl_c   = Breaks(ctrl_c, error=KeyboardInterrupt),
-    leaves_out      = Breaks(cancel, event='after_loss', error=RuntimeError, says='process 1 is at the end of a window'),
-    leaves_out_all  = Breaks(cancel, event='before_batch', error=RuntimeError, says='process 1 is at the end of a window'),
+    leaves_out      = Breaks(cancel, event='after_loss', error=RuntimeError, says='1 is at the end of a window'),
+    leaves_out_all  = Breaks(cancel, event='before_batch', error=RuntimeError, says='1 is at the end of a window'),
 )
 
 class Refuses(Synced):
@@ -589,11 +589,12 @@ cases.update(
 class Coupled(Slices):
     "The same with `coupled=True`, where the loss sees the whole batch and running statistics move once"
     def windows(self, world): return [a+b for a,b in chunked(super().windows(world), 2)]
-cases['synced_coupled'] = Coupled([8]*4, cbs=lambda: MicroBatch(4, coupled=True), also=lambda: MicroBatch(8, coupled=True))
+cases['synced_coupled'] = Coupled([8]*4, cbs=lambda: MicroBatch(4, coupled=True),
+                                  also=lambda: MicroBatch(8, coupled=True))
 
 class Unused(Norms):
-    """The loss does not use the output of one norm; or it does in process 0 alone, and in one process with the first half
-    of the batch. This norm is the last one or not"""
+    """The loss does not use the output of one norm; or it does in process 0 alone, and in one process with the first
+    half of the batch. This norm is the last one or not"""
     def __init__(self, used=False, is_last=False):
         super().__init__()
         self.o,self.used,self.is_last = nn.BatchNorm1d(8).double(),used,is_last
@@ -632,14 +633,15 @@ class Halves(nn.BatchNorm1d):
     "In training, the statistics of each half of the batch"
     def forward(self, x):
         if not self.training: return super().forward(x)
-        return torch.cat([F.batch_norm(o, None, None, self.weight, self.bias, True, eps=self.eps) for o in x.chunk(2)])
+        def norm(o): return F.batch_norm(o, None, None, self.weight, self.bias, True, eps=self.eps)
+        return torch.cat([norm(o) for o in x.chunk(2)])
 def grouped(*groups):
     "Norms that share their statistics with the processes of their group only; in one process, with half of the batch"
     groups = [dist.new_group(o) for o in groups] if dist.is_initialized() else []
     mine = first(groups, lambda o: o is not dist.GroupMember.NON_GROUP_MEMBER)
-    norm = nn.SyncBatchNorm(8, process_group=mine, track_running_stats=False) if groups else Halves(8, track_running_stats=False)
+    norm = partial(nn.SyncBatchNorm, process_group=mine) if groups else Halves
     model = Norms(tracked=False)
-    model.m = norm.double()
+    model.m = norm(8, track_running_stats=False).double()
     return model
 cases['synced_groups'] = Synced([8]*2, (3,5), model=partial(grouped, [0,1], [2,3]))
 cases['refuses_groups'] = Refuses(exact(3,5), 'process 2 is at batch norm', model=partial(grouped, [0,1], [2]))
@@ -647,7 +649,9 @@ cases['refuses_groups'] = Refuses(exact(3,5), 'process 2 is at batch norm', mode
 class Deep(nn.Module):
     "Blocks that checkpointing finds"
     class Block(nn.Module):
-        def __init__(self): super().__init__(); self.a,self.m,self.b = nn.Linear(6,32,bias=False),nn.BatchNorm1d(32),nn.Linear(32,6)
+        def __init__(self):
+            super().__init__()
+            self.a,self.m,self.b = nn.Linear(6,32,bias=False),nn.BatchNorm1d(32),nn.Linear(32,6)
         def forward(self, x): return x+self.b(self.m(self.a(x)).tanh())
     def __init__(self):
         super().__init__()

@@ -58,8 +58,8 @@ def test_an_error_in_one_process(tmp_path):
     assert all(codes) and 'process 1 has had enough' in logs[1]
 
 def test_messages_of_an_exact_batch(results):
-    """One at each of two norms, forward and backward, one at the end of the window, and one with the gradients, although
-    one process has six slices and the other has two"""
+    """One at each of two norms, forward and backward, one at the end of the window, and one with the gradients,
+    although one process has six slices and the other has two"""
     for several in load(results(2), 'synced_messages', 2):
         assert several['seen']==[dict(all_gather=2*2+1, all_reduce=1)]*8
 

@@ -202,5 +202,6 @@ def test_logits_of_all_pairs(kw):
     "They cannot be joined, and the error says what to do; this is right"
     learn = make_learner(make_dls(64, 32), AllPairs(), lambda p, y: own_pair(p['logits']), cbs=MicroBatch(5, **kw),
                          **one_group)
-    with pytest.raises(ValueError, match='return the embeddings, and compare all pairs of them in the loss'): learn.fit(1)
+    with pytest.raises(ValueError, match='return the embeddings, and compare all pairs of them in the loss'):
+        learn.fit(1)
     if kw: whole(lambda: MicroBatch(5, **kw), model=Embeds, loss_func=lambda p, y: own_pair(p[0]@p[1].t()))

@@ -5,7 +5,7 @@ pytest.importorskip('accelerate',
                     reason='fastai trains in several processes through accelerate, which is not installed')
 from several import *
 
-LIMIT = 240   # seconds for all cases together, on a busy machine
+LIMIT = 480   # seconds for all cases together, on a busy machine
 
 def free_port():
     with socket.socket() as s: s.bind(('127.0.0.1', 0)); return s.getsockname()[1]

@@ -3,6 +3,7 @@ import matplotlib,pytest
 from harness import *
 from fastai_accum.all import *
 from fastai.vision.gan import GANLearner,basic_critic,basic_generator
+from torchvision.ops import stochastic_depth
 matplotlib.use('Agg')
 
 class Logs(Callback):
@@ -46,3 +47,22 @@ def test_a_gan_is_told_that_the_check_is_not_for_it():
     learn = GANLearner.wgan(dls, basic_generator(16, 3, 4), basic_critic(16, 3))
     with pytest.raises(ValueError, match='GANLearner trains two models in turn.*a Learner of its own'):
         learn.check_accumulation()
+
+class Depth(nn.Module):
+    "Leaves out samples, or the whole batch, at random: of two views of it or of one"
+    def __init__(self, mode, p, n_views): super().__init__(); store_attr(); self.a = nn.Linear(8,8).double()
+    def forward(self, h):
+        h = torch.cat([h,h.flip(1)][:self.n_views])
+        return sum((h+stochastic_depth(self.a(h), self.p, self.mode, self.training)).chunk(self.n_views))
+
+@pytest.mark.parametrize('mode,p,n_views,is_exact',
+                         [('row',.1,2,False), ('row',.02,2,False), ('batch',.1,2,True), ('row',.1,1,True)])
+def test_the_check_names_only_what_the_fit_accepts(mode, p, n_views, is_exact):
+    def learner(bs, cb):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6,8), Depth(mode, p, n_views), nn.Linear(8,3)).double()
+        return make_learner(make_dls(64, bs), model, nn.CrossEntropyLoss(), cbs=cb, splitter=params)
+    assert ('exact=True' in str(learner(8, AccumulateStep(4)).check_accumulation()))==is_exact
+    exact = learner(32, MicroBatch(8, exact=True))
+    if is_exact: return exact.fit(1)
+    with pytest.raises(ValueError, match='exact=True is not possible'): exact.fit(1)
