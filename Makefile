@@ -17,7 +17,7 @@ $(READY): $(DEMO)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
 
-demo: $(DEMO) ## Train on digits: the large batch, AccumulateStep, and fastai's callback
+demo: $(DEMO) ## Train on digits: the large batch, MicroBatch, AccumulateStep, and fastai's callback
 	@$(BIN)/python benchmarks/demo.py
 
 test: $(READY) ## Every notebook, and the tests of the promise

@@ -164,7 +164,7 @@ def test_no_side_effects():
 def test_readme_runs(tmp_path):
     "The Python of the README, on images in a folder: smaller ones, a smaller network, and no weights to download"
     code = '\n'.join(re.findall(r'^```python\n(.*?)^```', (root/'README.md').read_text(), flags=re.S|re.M))
-    small = {'resnet34':'resnet18, pretrained=False', 'Resize(224)':'Resize(32)', 'bs=64':'bs=16', '(16':'(4'}
+    small = {'resnet34':'resnet18, pretrained=False', 'Resize(224)':'Resize(32)', 'bs=64':'bs=16', '(8':'(4', 'n_step=8':'n_step=4'}
     for old,new in small.items():
         assert old in code
         code = code.replace(old, new)
@@ -181,6 +181,12 @@ for name,v in shades.items():
     out = sh(sys.executable, '-W', 'ignore', 'readme.py', cwd=tmp_path, env={**os.environ, 'PYTHONPATH':str(root)})
     assert 'batch norm' not in out, 'the examples are exact, so they print no doubt about batch norm'
     assert out.split()[-2:]==['4','1'], 'an epoch of 76 images in batches of 16: one step'
+
+def test_readme_is_short():
+    "At most 550 words to read, without the addresses of links"
+    text = re.sub(r'<!--.*?-->|!?\[[^\]]*\]\([^)]*\.svg\)|\]\([^)]*\)', ' ', (root/'README.md').read_text(), flags=re.S)
+    n = sum(bool(re.search(r'\w', o)) for o in text.split())
+    assert n<=550, n
 
 def test_one_way_imports():
     "`loss` knows nothing of `core`"
