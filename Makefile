@@ -1,5 +1,5 @@
 PYTHON ?= python3
-BIN    := .venv/bin
+BIN    ?= .venv/bin
 DEMO   := .venv/.demo
 READY  := .venv/.installed
 
@@ -35,7 +35,7 @@ works: $(READY) ## Measure what the page "Works with" shows, with the optional p
 	$(BIN)/nbdev-test --save nbs/works_with.ipynb
 	$(BIN)/nbdev-clean
 
-docs: $(READY) ## The site, in _docs (Quarto if it is installed, otherwise smalldocs)
+docs: $(READY) ## The site, in _docs
 	$(BIN)/python .ci/docs.py site
 
 readme: $(READY) ## README.md, from nbs/index.ipynb
