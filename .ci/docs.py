@@ -1,5 +1,4 @@
-"""`python .ci/docs.py site` builds _docs, the site that the tests look at and that is published, and
-`python .ci/docs.py readme` the README.md, both from the notebooks"""
+"""`python .ci/docs.py site` builds the site in _docs from the notebooks, `python .ci/docs.py readme` README.md"""
 import html,json,re,shutil,subprocess,sys,textwrap,yaml
 from base64 import b64decode
 from inspect import _empty as empty,formatannotation
@@ -24,13 +23,15 @@ def _repr_markdown_(self):
         if k in vars(event): continue   # nobody passes a function for an event
         kind,default,anno = (v.get(o, empty) for o in ('kind','default','anno'))
         name = {'VAR_POSITIONAL':'*', 'VAR_KEYWORD':'**'}.get(getattr(kind, 'name', ''), '')+k
-        anno = '' if anno is empty else f'`{re.sub(r"[a-z_.]+[.](?=[A-Za-z])", "", formatannotation(anno))}`'
+        anno = '' if anno is empty else re.sub(r'[a-z_.]+[.](?=[A-Za-z])|(?<=None)Type', '', formatannotation(anno))
+        anno = re.sub(r'^(?:Union|Optional)\[(.*)\]$', lambda m: m[1].replace(', ', ' | '), anno)
         if v.get('docment') or anno and k!='return':
-            rows.append(['returns' if k=='return' else f'`{name}`', anno.replace('|', '\\|'), v.get('docment') or ''])
-        value = '' if default is empty else f'={getattr(default, "__name__", repr(default))}'
+            shown,anno = 'returns' if k=='return' else f'`{name}`',f'`{anno}`'.replace('|', '\\|')*bool(anno)
+            rows.append([shown, anno, v.get('docment') or ''])
+        value = '' if default is empty else '='+getattr(default, '__name__', repr(default))
         if k!='return': call.append(name+value)
     call = textwrap.fill(f'{self.nm.replace("Learner.", "learn.")}({", ".join(call)})', 80, subsequent_indent='    ')
-    table = '\n'.join('| '+' | '.join(r).replace('\n', ' ')+' |' for r in rows) if rows[2:] else ''
+    table = '\n'.join('| '+' | '.join(r).replace('\n', ' ')+' |' for r in rows)*bool(rows[2:])
     return f'```python\n{call}\n```\n\n'+re.sub(r'^(\s*)(.+)', r'\1*\2*', self.docs or '', count=1)+f'\n\n{table}'
 
 def rendered(*options):
@@ -67,8 +68,8 @@ def finished(text, page):
     colab = f'{cfg.git_url.replace("github.com", "colab.research.google.com/github")}/blob/{cfg.branch}/nbs/{nb}'
     links = f'<a href="{colab}">Open in Colab</a> · '*('/content' in source)   # it installs the package there
     links += f'<a href="{nb.name}" download>Download the notebook</a>'
-    title = r'(<header id="title-block-header".*?)(</header>)'
-    return re.sub(title, rf'\1<p class="notebook-links">{links}</p>\2', text.replace('#LNone', ''), count=1, flags=re.S)
+    title = r'(?s)(<header id="title-block-header".*?)(?=</header>)'
+    return re.sub(title, rf'\1<p class="notebook-links">{links}</p>', text.replace('#LNone', ''), count=1)
 
 def as_drawn(m):
     "Note the width of a plot: a point of matplotlib is one of the page, 1/72 of an inch"
@@ -86,11 +87,10 @@ def stacked(m, width=50):
     return cells.replace('<table', '<table data-stacked="true"', 1)
 
 def search_for_readers(p):
-    "In the search index `p`, leave out what only developers need, and add the words that readers search for"
+    "In the index `p`, leave out what is for developers, also on readers' pages, and add words that readers search for"
     words,pages = yaml.safe_load((Path(__file__).parent/'search.yml').read_text()),{}
     for e in json.loads(p.read_text()): pages.setdefault(e['href'].split('#')[0], []).append(e)
     for o in menus()[1]: pages.pop(o.replace('.ipynb', '.html'), None)
-    # on a reader's page, all from "How it works" on is for developers
     entries = [e for es in pages.values() for e in takewhile(lambda e: e['section']!='How it works', es)]
     for e in entries: e['section'] = words.get(e['href'], e['section'])
     p.write_text(json.dumps(entries, ensure_ascii=False))
