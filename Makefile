@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN    ?= .venv/bin
-DEMO   := .venv/.demo
-READY  := .venv/.installed
+DEMO   := $(dir $(BIN)).demo
+READY  := $(dir $(BIN)).installed
 
 .PHONY: help demo test test-all works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-checkpointing bench-memory bench-noise what-fits bench-gpu proved size clean
 
