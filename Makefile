@@ -1,7 +1,7 @@
 PYTHON ?= python3
-BIN    := .venv/bin
-DEMO   := .venv/.demo
-READY  := .venv/.installed
+BIN    ?= .venv/bin
+DEMO   := $(dir $(BIN)).demo
+READY  := $(dir $(BIN)).installed
 
 .PHONY: help demo test test-all works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-checkpointing bench-memory bench-noise what-fits bench-gpu proved size clean
 
@@ -17,7 +17,7 @@ $(READY): $(DEMO)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
 
-demo: $(DEMO) ## Train on digits: the large batch, AccumulateStep, and fastai's callback
+demo: $(DEMO) ## Train on digits: the large batch, MicroBatch, AccumulateStep, and fastai's callback
 	@$(BIN)/python benchmarks/demo.py
 
 test: $(READY) ## Every notebook, and the tests of the promise
@@ -35,7 +35,7 @@ works: $(READY) ## Measure what the page "Works with" shows, with the optional p
 	$(BIN)/nbdev-test --save nbs/works_with.ipynb
 	$(BIN)/nbdev-clean
 
-docs: $(READY) ## The site, in _docs (Quarto if it is installed, otherwise smalldocs)
+docs: $(READY) ## The site, in _docs
 	$(BIN)/python .ci/docs.py site
 
 readme: $(READY) ## README.md, from nbs/index.ipynb

@@ -1,6 +1,6 @@
 """What a release ships: a wheel and an sdist that install, complete metadata, a README that PyPI can show, and an
 import that costs little"""
-import json,os,re,subprocess,sys,tarfile,tomllib,zipfile
+import json,os,re,shutil,subprocess,sys,tarfile,tomllib,zipfile
 from configparser import ConfigParser
 from email import message_from_string
 from pathlib import Path
@@ -18,7 +18,6 @@ def build(*args): sh(sys.executable, '-m', 'build', '--no-isolation', *args)
 @pytest.fixture(scope='module')
 def src(tmp_path_factory):
     "The files of a clone, so that building leaves nothing in the tree"
-    import shutil
     pytest.importorskip('build', reason='builds the release, and the package `build` is not installed')
     pytest.importorskip('setuptools', minversion='77',
                         reason='builds the release, and pyproject.toml asks for setuptools 77')
@@ -161,10 +160,11 @@ def test_no_side_effects():
             'import fastai_accum.all; assert defaults.callbacks==old')
     sh(sys.executable, '-W', 'ignore', '-c', code, cwd=root)
 
-def test_readme_runs(tmp_path):
-    "The Python of the README, on images in a folder: smaller ones, a smaller network, and no weights to download"
-    code = '\n'.join(re.findall(r'^```python\n(.*?)^```', (root/'README.md').read_text(), flags=re.S|re.M))
-    small = {'resnet34':'resnet18, pretrained=False', 'Resize(224)':'Resize(32)', 'bs=64':'bs=16', '(16':'(4'}
+def first_example(folder, n_blocks, more=''):
+    "A script of the first blocks of Python in the README, with small images, a small network and no weights to load"
+    blocks = re.findall(r'^```python\n(.*?)^```', (root/'README.md').read_text(), flags=re.S|re.M)
+    code,small = '\n'.join(blocks[:n_blocks]),{'resnet34':'resnet18, pretrained=False', 'Resize(224)':'Resize(32)',
+                                               'bs=64':'bs=16', '(8':'(4', 'fine_tune(3)':'fine_tune(1)'}
     for old,new in small.items():
         assert old in code
         code = code.replace(old, new)
@@ -175,12 +175,42 @@ for name,v in shades.items():
     (path/name).mkdir(parents=True)
     for i in range(48): Image.new('RGB', (32,32), (v,)*3).save(path/name/f'{i}.png')
 """
+    head,body = code.replace('n_step=8', 'n_step=4').split('dls =', 1)
+    (folder/'readme.py').write_text(head+images+'dls ='+body+more)
+    return folder/'readme.py'
+
+def test_readme_runs(tmp_path):
+    "The Python of the README, on images in a folder"
     counts = "\nlearn.fit(1)\nc = learn.accumulate_step.counts; print(c.n_micro, c.n_steps)"
-    head,body = code.split('dls =', 1)
-    (tmp_path/'readme.py').write_text(head+images+'dls ='+body+counts)
-    out = sh(sys.executable, '-W', 'ignore', 'readme.py', cwd=tmp_path, env={**os.environ, 'PYTHONPATH':str(root)})
+    script = first_example(tmp_path, 2, counts)
+    out = sh(sys.executable, '-W', 'ignore', script, cwd=tmp_path, env={**os.environ, 'PYTHONPATH':str(root)})
     assert 'batch norm' not in out, 'the examples are exact, so they print no doubt about batch norm'
     assert out.split()[-2:]==['4','1'], 'an epoch of 76 images in batches of 16: one step'
+
+def python(version):
+    "The newest Python of this version that is installed, on the path or by pyenv; or `None`"
+    found = sorted((Path.home()/'.pyenv'/'versions').glob(f'{version}.*/bin/python'))
+    return found[-1] if found else shutil.which(f'python{version}')
+
+@pytest.mark.parametrize('version', ['3.11','3.12','3.13'])
+def test_fresh_environment(version, dist, tmp_path):
+    "The wheel, with what it requires, installs for each supported Python, and trains the first example of the README"
+    if not python(version): pytest.skip(f'Python {version} is not installed')
+    sh(python(version), '-m', 'venv', tmp_path/'env')
+    env = {k:v for k,v in os.environ.items() if k!='PYTHONPATH'}
+    try: sh(tmp_path/'env'/'bin'/'pip', 'install', '--quiet', next(dist.glob('*.whl')), env=env)
+    except subprocess.CalledProcessError as e:
+        if not re.search('No matching distribution|connection|Temporary failure', e.stderr): raise
+        pytest.skip(f'its packages cannot be downloaded here: {e.stderr.strip().splitlines()[-1]}')
+    script = first_example(tmp_path, 1, "\nprint(sys.prefix, learn.micro_batches.bs, learn.final_record)")
+    out = sh(tmp_path/'env'/'bin'/'python', '-W', 'ignore', script, cwd=tmp_path, env=env)
+    assert f'{tmp_path/"env"} 4 ' in out, out
+
+def test_readme_is_short():
+    "At most 550 words to read, without the addresses of links"
+    text = re.sub(r'<!--.*?-->|!?\[[^\]]*\]\([^)]*\.svg\)|\]\([^)]*\)', ' ', (root/'README.md').read_text(), flags=re.S)
+    n = sum(bool(re.search(r'\w', o)) for o in text.split())
+    assert n<=550, n
 
 def test_one_way_imports():
     "`loss` knows nothing of `core`"
