@@ -32,10 +32,14 @@ def loss_weight(
 def _sizes(o):
     "The lengths of the tensors and arrays in `o`"
     if isinstance(o, (Tensor,np.ndarray)): return {o.shape[0]} if o.ndim else set()
-    vs = o.values() if isinstance(o, Mapping) else o if isinstance(o, (list,tuple,L)) else ()
-    return {n for v in vs for n in _sizes(v)}
+    if isinstance(o, Mapping): o = list(o.values())
+    return {n for v in (o if _is_list(o) else ()) for n in _sizes(v)}
 
 def _is_list(o): return isinstance(o, (list,tuple,L))
+
+def _first(o):
+    if not _is_list(o): return o
+    return o[0] if len(o) else None
 
 def count_samples(
     yb, # Targets, a tuple
@@ -44,7 +48,7 @@ def count_samples(
     "The number of samples that have the targets `yb`"
     y = yb[0] if isinstance(yb, tuple) and len(yb) else yb
     if isinstance(y, (Tensor,np.ndarray)) and y.ndim: return y.shape[0]
-    y,x = (o[0] if _is_list(o) and len(o) else None if _is_list(o) else o for o in (yb,other))
+    y,x = _first(yb),_first(other)
     ny,nx = _sizes(y),_sizes(x)
     if len(ny)==1 and (isinstance(y, Mapping) or ny==nx): return first(ny)
     if _is_list(y) and (not nx or len(y) in nx or _is_list(x) and len(x)==len(y)): return len(y)

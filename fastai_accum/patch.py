@@ -11,6 +11,7 @@ __all__ = ['turn_on_accumulation', 'turn_off_accumulation', 'accumulation']
 from functools import wraps
 from fastai.basics import *
 from .core import AccumulateStep
+from .refusals import makes_windows
 
 # %% ../nbs/patch.ipynb #a81f9530
 if not hasattr(defaults, 'accumulation'): defaults.accumulation = [SimpleNamespace(kwargs=None)]
@@ -71,7 +72,7 @@ _fastais = getattr(Learner.fit, 'fastais', Learner.fit)   # also if this cell ru
 def fit(self, n_epoch, lr=None, wd=None, cbs=None, *args, **kwargs):
     settings,cbs = accumulation_settings(),L(cbs)
     kinds = [o if isinstance(o, type) else type(o) for o in L(*self.cbs, *cbs)]
-    has_own = any(hasattr(o, 'train_epoch') and not o.cuts for o in kinds)
+    has_own = any(makes_windows(o) and not o.cuts for o in kinds)
     if not settings or has_own: return _fastais(self, n_epoch, lr, wd, cbs, *args, **kwargs)
     acc = _OfOneFit(**settings)
     try: return _fastais(self, n_epoch, lr, wd, cbs+[acc], *args, **kwargs)

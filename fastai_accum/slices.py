@@ -14,7 +14,8 @@ from fastai.basics import *
 # %% ../nbs/slices.ipynb #ddc018d1
 def keys(o):
     "The keys of a dictionary, the indices of a list or tuple, and none of anything else"
-    return list(o) if isinstance(o, Mapping) else range(len(o)) if isinstance(o, (list,tuple,L)) else ()
+    if isinstance(o, Mapping): return list(o)
+    return range(len(o)) if isinstance(o, (list,tuple,L)) else ()
 
 def like(o, vs):
     "A container like `o` with the values `vs`"

@@ -77,7 +77,7 @@ def __iter__(self:Windows):
     "The windows, each an iterator over its batches; one batch is in memory at a time"
     batches,i = self.drawn(),0
     for b in batches:
-        if self.drop_last and self.ends is not None and (i,self.n_drawn-1)==(len(self.ends),[0,*self.ends][-1]):
+        if self.drop_last and self.ends is not None and i==len(self.ends) and self.n_drawn-1==[0,*self.ends][-1]:
             for _ in batches: pass   # behind the plan is the tail
             return
         head = [b]
@@ -93,7 +93,8 @@ def drawn(self:Windows):
     "The batches of `dl`, each with its samples, counted"
     for b in self.dl:
         n = self.n_of(b)
-        self.n_drawn,self.n_samples = self.n_drawn+1,self.n_samples+n
+        self.n_drawn += 1
+        self.n_samples += n
         yield b,n
 
 @patch
@@ -103,12 +104,14 @@ def share(self:Windows, n): return min(1., n/self.n_batches)   # of the epoch, a
 @patch
 def window(self:Windows, batches, size):
     "The batches of one window, each with its samples, and with whether it is expected to be the last"
-    held,self.is_full = 0,False
+    held = 0   # samples or batches so far
+    self.is_full = False
     for b,n in batches:
         self.expected = size if self.by_samples else size*n
         held += n if self.by_samples else 1
         self.is_full = held>=size
-        yield b,n,self.is_full or self.n_drawn==self.n_batches and not self.drop_last
+        is_tail = self.n_drawn==self.n_batches and not self.drop_last
+        yield b,n,self.is_full or is_tail
         if self.is_full: return
 
 # %% ../nbs/windows.ipynb #232bf8b7

@@ -27,12 +27,15 @@ Draw = namedtuple('Draw', 'func sizes strides where inside')
 
 def _is_seeded(func): return torch.Tag.nondeterministic_seeded in func.tags
 
-def _size(o): return tuple(o.shape) if isinstance(o, Tensor) else (o,) if type(o) is int else None
+def _size(o):
+    if isinstance(o, Tensor): return tuple(o.shape)
+    return (o,) if type(o) is int else None
 
 def _generator(given, kwargs):
     "The generator that an operation draws from"
-    t = first(o for o in given if isinstance(o, Tensor))
-    return kwargs.get('generator') or generator_of(kwargs.get('device') or (t.device if t is not None else 'cpu'))
+    if kwargs.get('generator'): return kwargs['generator']
+    on = [o.device for o in given if isinstance(o, Tensor)]
+    return generator_of(kwargs.get('device') or first(on) or 'cpu')
 
 # %% ../../nbs/exact/draws.ipynb #f24ccb59
 class Draws(TorchDispatchMode):
@@ -122,7 +125,9 @@ def batch_dims(
 class Deck:
     "What a batch of `total` samples draws, after the `plan` that `batch_dims` has made"
     def __init__(self, plan, total):
-        self.plan,self.total,self.drawn,self.ends = plan,total,{},{}
+        self.plan,self.total = plan,total
+        self.drawn = {}   # of each draw, its numbers on the host, or the state of the generator before it
+        self.ends = {}    # the state of each generator after its last draw
 
     def end(self):
         "Let the generators go on after the draws of the batch"
@@ -132,7 +137,8 @@ class Dealt(TorchDispatchMode):
     "A context that deals rows `i` to `i+n` of the `deck` to a slice"
     def __init__(self, deck, i, n):
         super().__init__()
-        self.deck,self.i,self.n,self.at = deck,i,n,0
+        self.deck,self.i,self.n = deck,i,n
+        self.at = 0   # draws so far
 
     def end(self):
         "The slice must have drawn all"
@@ -167,23 +173,41 @@ def _is_next(self:Dealt, func, given):
 # %% ../../nbs/exact/draws.ipynb #e3f078c8
 @patch
 def _deal(self:Dealt, func, given, args, kwargs):
-    "The rows of the slice in the next draw, which is made now if no slice has made it"
-    (draw,dims),drawn,j,g = self.deck.plan[self.at],self.deck.drawn,self.at,_generator(given, kwargs)
-    is_new,keeps = j not in drawn,_is_known(func) and func not in _by_values
-    self.at += 1
-    if is_new or not keeps:
-        was = g.get_state()
-        if not is_new: g.set_state(drawn[j])
+    "The rows of the slice in the next draw"
+    draw,dims = self.deck.plan[self.at]
+    g = _generator(given, kwargs)
+    keeps = _is_known(func) and func not in _by_values   # its numbers; others depend on the values of the slice
+    def whole():
         big = [self._grow(*o, keeps) for o in zip(given, draw.sizes, draw.strides, dims)]
         a,kw = tree_unflatten(big, tree_flatten((args,kwargs))[1])
-        out = func(*a, **kw)
-        if is_new: drawn[j],self.deck.ends[g] = tree_flatten(out)[0][-1].cpu() if keeps else was,g.get_state()
-        else: g.set_state(was)
+        return func(*a, **kw)
+    out = self._kept(g, whole) if keeps else self._again(g, whole)
+    self.at += 1
     if not keeps and not any(dims): return out   # the same for all slices
-    rows = self._rows(drawn[j] if keeps else out, dims[-1]).to(g.device, copy=True)
+    rows = self._rows(out, dims[-1]).to(g.device, copy=True)
     if func is aten.native_dropout.default:
         return given[0].mul(rows).mul_(1/(1-given[1]) if given[1]<1 else 0.),rows
     return given[0].copy_(rows) if _name(func).endswith('_') else rows   # some fill their argument
+
+@patch
+def _kept(self:Dealt, g, whole):
+    "The numbers of the whole batch, drawn by the first slice that comes here"
+    deck,j = self.deck,self.at
+    if j not in deck.drawn:
+        deck.drawn[j] = tree_flatten(whole())[0][-1].cpu()
+        deck.ends[g] = g.get_state()
+    return deck.drawn[j]
+
+@patch
+def _again(self:Dealt, g, whole):
+    "What the whole batch draws with the values of this slice, from the state that the first slice has found"
+    deck,j = self.deck,self.at
+    was = g.get_state()
+    g.set_state(deck.drawn.setdefault(j, was))
+    out = whole()
+    if was is deck.drawn[j]: deck.ends[g] = g.get_state()
+    else: g.set_state(was)
+    return out
 
 @patch
 def _rows(self:Dealt, o, dim):

@@ -12,6 +12,7 @@ from contextlib import ExitStack,contextmanager
 from fastai.basics import *
 from torch.nn.parallel import DistributedDataParallel
 from ..core import in_charge,parameters,window_callbacks
+from ..refusals import is_validation
 
 # %% ../../nbs/extras/precision.ipynb #a826efc7
 class GradAccumDtype(Callback):
@@ -36,7 +37,7 @@ class GradAccumDtype(Callback):
 def before_fit(self:GradAccumDtype):
     "Check that there are windows to sum over"
     learn = self.learn
-    if learn.lock.locked(): return   # a validation
+    if is_validation(learn): return
     if len(learn.cbs.filter(risinstance(GradAccumDtype)))>1:
         raise ValueError("GradAccumDtype: cbs holds more than one GradAccumDtype; keep one")
     if not window_callbacks(learn):

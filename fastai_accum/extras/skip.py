@@ -11,6 +11,7 @@ __all__ = ['SkipNonFinite']
 import warnings
 from fastai.basics import *
 from ..core import in_charge,parameters,window_callbacks
+from ..refusals import is_validation
 
 # %% ../../nbs/extras/skip.ipynb #1129bd5d
 class SkipNonFinite(Callback):
@@ -24,7 +25,7 @@ class SkipNonFinite(Callback):
 
     def before_fit(self):
         "Check that there is an `AccumulateStep`, and begin to count"
-        if self.learn.lock.locked(): return   # a validation
+        if is_validation(self.learn): return
         if not window_callbacks(self.learn):
             raise ValueError("SkipNonFinite: the learner has no AccumulateStep; "
                              "add one, `AccumulateStep(1)` for training without accumulation")

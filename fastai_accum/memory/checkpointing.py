@@ -16,6 +16,7 @@ from fastai.basics import *
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_flatten,tree_unflatten
 from torch.utils.checkpoint import checkpoint
+from ..refusals import is_compiled,is_validation
 from ..replace import lent
 from ..state import ModelState,everybodys
 
@@ -38,7 +39,7 @@ class GradientCheckpointing(Callback):
 
     def before_fit(self):
         "Find the blocks, so that a mistake raises an error before anything else begins"
-        if self.learn.lock.locked(): return   # a validation
+        if is_validation(self.learn): return
         found = self.found(self.learn)
         if self.blocks is None and len(found)==1:
             warnings.warn(f"GradientCheckpointing: found one block only, {found[0]}, and to compute it again at once "
@@ -200,12 +201,14 @@ def _run(m, name, i, j):
     while i<j and _in_place(m[i]): i += 1
     sizes = [len(_leaves(c)) for c in list(m)[i:j]]
     most = sum(sizes)**.5 if sum(sizes)>_many else math.inf
-    start,size = i,0
+    start = i
+    size = 0   # layers of the block so far
     for k,n in enumerate(sizes, i+1):
         size += n
         if k<j and (size<most or _in_place(m[k])): continue
         yield from _piece(m, name, start, k)
-        start,size = k,0
+        start = k
+        size = 0
 
 def _piece(m, name, i, j):
     "Children `i` to `j` of `m`, if they are more than one layer"
@@ -242,15 +245,15 @@ def _named(model, i, m):
     "The `i`th of the user's blocks"
     names = {id(o):k for k,o in model.named_modules()}
     if id(m) in names and not isinstance(m, (nn.ModuleList,nn.ModuleDict)): return Block(names[id(m)], m)
-    why = ('a list of modules, which the model never calls' if id(m) in names else
-           'which is not in the model' if isinstance(m, nn.Module) else 'which is not a module')
+    if id(m) in names: why = 'a list of modules, which the model never calls'
+    else: why = 'which is not in the model' if isinstance(m, nn.Module) else 'which is not a module'
     raise ValueError(f"GradientCheckpointing: blocks[{i}] is {_short(m)}, {why}; pass modules of learn.model")
 
 def _check(model):
     "Refuse compiled and scripted models, whose blocks cannot be replaced"
     for k,m in model.named_modules():
-        is_compiled = hasattr(m, 'get_compiler_config') or m._compiled_call_impl is not None
-        kind = 'scripted' if isinstance(m, torch.jit.ScriptModule) else 'compiled' if is_compiled else None
-        if kind:
+        is_scripted = isinstance(m, torch.jit.ScriptModule)
+        if is_scripted or is_compiled(m):
+            kind = 'scripted' if is_scripted else 'compiled'
             raise ValueError(f"GradientCheckpointing: {k or 'the model'} is {kind}, so its blocks cannot be "
                              f"replaced; train the model that is not {kind}")
