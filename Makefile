@@ -3,7 +3,7 @@ BIN    ?= .venv/bin
 DEMO   := $(dir $(BIN)).demo
 READY  := $(dir $(BIN)).installed
 
-.PHONY: help demo test test-all works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-checkpointing bench-memory bench-noise what-fits bench-gpu proved size clean
+.PHONY: help demo test test-all test-fresh works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-checkpointing bench-memory bench-noise what-fits bench-gpu proved size clean
 
 help: ## One line for each command
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -28,6 +28,9 @@ test: $(READY) ## Every notebook, and the tests of the promise
 test-all: $(READY) ## Every notebook and every test, with those of the corners
 	OMP_NUM_THREADS=1 $(BIN)/nbdev-test --n-workers 2
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
+
+test-fresh: $(READY) ## The wheel and its first example, in fresh environments of Python 3.11 to 3.13 (downloads 6 GB for each)
+	FRESH=1 $(BIN)/python -m pytest -v tests/corners/test_packaging.py -k fresh
 
 works: $(READY) ## Measure what the page "Works with" shows, with the optional packages
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
