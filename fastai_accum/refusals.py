@@ -6,8 +6,8 @@ Docs: https://fastai-accum.github.io/fastai_accum/refusals.html.md"""
 
 # %% auto #0
 __all__ = ['scheduled', 'Refused', 'NotProved', 'is_schedule', 'check_count', 'check_flags', 'check_function', 'refuse_unknown',
-           'is_a', 'makes_windows', 'is_validation', 'is_compiled', 'check_learner', 'check_loss', 'check_plan',
-           'note_batch_norm']
+           'is_a', 'as_line', 'makes_windows', 'is_validation', 'is_compiled', 'check_learner', 'check_loss',
+           'check_plan', 'note_batch_norm']
 
 # %% ../nbs/refusals.ipynb #16ecd46e
 import inspect,warnings
@@ -77,6 +77,14 @@ _overridden = dict(all_batches="override one_batch, which is called for each mic
 def is_a(cb, *names):
     "Whether the class of `cb`, or one that it is made from, has one of these names; the class need not be imported"
     return any(o.__name__ in names for o in type(cb).__mro__)
+
+_methods = dict(AccumulateStep='accumulate', MicroBatch='micro_batch', GradientCheckpointing='gradient_checkpointing',
+                OffloadActivations='offload_activations')
+
+def as_line(cb, learn='learn'):
+    "The line that adds a callback like `cb` to `learn`"
+    name,_,args = re.sub(r'<function (\S+) at \w+>', r'\1', repr(cb)).partition('(')
+    return f"{learn}.{_methods[name]}({args or ')'}"
 
 def makes_windows(cb):
     "Whether `cb`, a callback or a class of callbacks, is an `AccumulateStep` or a `MicroBatch`"
@@ -154,7 +162,7 @@ def note_batch_norm(acc, learn):
 def _same_norm(acc, cut, n, bs):
     if acc.cuts:
         (exact := copy(cut)).coupled,exact.exact = False,True
-        return f"write {repr(exact).replace('MicroBatch', 'learn.micro_batch')}"
+        return f"write {as_line(exact)}"
     size = bs*acc.n_step if bs and isinstance(acc.n_step, int) else acc.n_samples
     without = getattr(type(acc), 'without', 'learn.remove_cb(AccumulateStep)')   # how to go on without `acc`
     return (f"load {f'batches of {size}' if isinstance(size, int) else 'the large batch'} and write\n"

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..core import AccumulateStep,in_charge
 from ..microbatch import MicroBatch
 from ..patch import accumulation_settings
-from ..refusals import check_flags,check_learner
+from ..refusals import as_line,check_flags,check_learner
 from .unchanged import Trial,unchanged
 
 # %% ../../nbs/know/noise.ipynb #b27293a0
@@ -130,7 +130,7 @@ def before_fit(self:NoiseScale):
                          "or more micro-batches in a window; add AccumulateStep(n_step=2) or more")
     cut = first(self.learn.cbs, risinstance(MicroBatch))
     if cut and cut.shows_whole:
-        plain,own = (repr(o).replace('MicroBatch', 'learn.micro_batch') for o in (MicroBatch(cut.bs),cut))
+        plain,own = as_line(MicroBatch(cut.bs)),as_line(cut)
         raise ValueError(f"NoiseScale: {cut!r} does not compute a gradient for each slice. Measure with the same "
                          f"learner without coupled=True and exact=True: `{plain}.noise_scale()`, then `{own}` again")
     self.rows,self.new,self.warned = [],[],set()
