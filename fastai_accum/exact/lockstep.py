@@ -93,8 +93,9 @@ def close(self:Waiting):
     self.f = self.result = None
 
 def in_thread(f):
-    "What `f` returns, from its own thread, so that Ctrl-C waits for its end and does not break PyTorch's modes"
-    w = Waiting(lambda _: f())
+    """What `f(w)` returns, from its own thread, so that Ctrl-C waits for its end and does not break PyTorch's modes;
+    after Ctrl-C, `w.abandoned` tells `f` to end"""
+    w = Waiting(f)
     try:
         w.resume()
         return w.result

@@ -76,7 +76,7 @@ def plan(self:Exact, state, forward, xb, n, cut):
         if n==1: xb,n = join([xb]*2, [1,1]),2
         k = min(2, n-1)
         was = planning.set(True)
-        try: a,b = (in_thread(partial(watch, state, forward, cut(xb, i)[0][0])) for i in (k,k+1))
+        try: a,b = (in_thread(lambda _: watch(state, forward, cut(xb, i)[0][0])) for i in (k,k+1))
         finally: planning.reset(was)
         b.draws = batch_dims(a.draws, b.draws, k, k+1)
         self.plans[key] = b

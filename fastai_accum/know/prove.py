@@ -7,23 +7,23 @@ Docs: https://fastai-accum.github.io/fastai_accum/know/prove.html.md"""
 # %% auto #0
 __all__ = ['tol', 'values', 'dice', 'sketch', 'off', 'Seen', 'plain_loss', 'FairCoins', 'Alike', 'by_itself', 'Blind', 'run',
            'differences', 'first_unlike', 'NotTried', 'Unsteady', 'Proof', 'prove', 'few_samples', 'smaller', 'tries',
-           'settings', 'fresh', 'guard', 'refuse', 'checkpoints_itself', 'raised_in']
+           'settings', 'fresh', 'Told', 'guard', 'refuse', 'checkpoints_itself', 'raised_in']
 
 # %% ../../nbs/know/prove.ipynb #7e343ce2
-import gc,time,traceback,warnings
+import gc,sys,time,traceback,warnings
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 from fastai.basics import *
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from ..exact.lockstep import AtNorms,in_thread
+from ..exact.lockstep import Abandoned,AtNorms,in_thread
 from ..exact.whole import modes,planning
-from .trial import CopiesTo,Middles,apart,in_double,train
+from .trial import CopiesTo,Middles,apart,has_bar,in_double,train
 from ..memory.checkpointing import GradientCheckpointing,find_blocks
 from ..microbatch import MicroBatch
-from ..devices import accelerators,has_float64
-from ..held import Held,RandomState,held,is_generator,items
-from ..rewind import is_out_of_memory
+from ..devices import has_float64,is_out_of_memory,is_out_of_memory
+from ..state import State,contents,everybodys,held,is_generator,items
+from ..refusals import NotProved,Refused
 from ..slices import join,leaves,n_rows,slices,tree_map
 
 # %% ../../nbs/know/prove.ipynb #d1db444a
@@ -38,20 +38,20 @@ def values(model):
 
 def dice(model):
     "The generators that `model` may draw from: its own, and those of everybody"
-    return [*filter(is_generator, held(model)), *(o for o,_ in RandomState(accelerators(model)).was)]
+    return [*filter(is_generator, held(model)), *everybodys(model)]
 
 # %% ../../nbs/know/prove.ipynb #501061a1
 _signs = np.random.default_rng(0).choice([-1.,1.], 10_007)   # a prime number, so that no sum has the same ones again
 
 def sketch(o, size=1000):
     "What is kept of `o` to compare it: its shape and a small tensor, or a value"
-    if is_generator(o): o = Held([o]).was[0][1]   # its state
+    if is_generator(o): o = contents(o)   # its state
     if isinstance(o, (dict,tuple)): return repr(o)
     if not isinstance(o, (Tensor,np.ndarray,float)): return o
     x = torch.as_tensor(o).detach().to_dense().as_subclass(Tensor)   # a gradient may be sparse
     shape,x = tuple(x.shape),x.to(torch.complex128 if x.is_complex() else torch.float64).flatten()
-    if len(x)>size:
-        x = F.pad(x*torch.from_numpy(np.resize(_signs, len(x))).to(x.device), (0,-len(x)%size)).view(-1, size).sum(0)
+    n = len(x)//size
+    if n>1: x = torch.cat([torch.from_numpy(np.resize(_signs, n)).to(x) @ x[:n*size].view(n, size), x[n*size:]])
     return shape,x.to('cpu', copy=True)
 
 def off(a, b):
@@ -66,18 +66,22 @@ def off(a, b):
 class Seen(Callback):
     "Keeps what each batch and each step leaves behind, and moves the weights a little in each step"
     order = 10_000
+    def __init__(self, tick=noop): self.tick = tick   # called at each step
     def before_fit(self):
         self.kept,self.sums,self.grads = defaultdict(list),defaultdict(lambda: np.zeros(2)),[]
         self.is_open,self.rng = False,np.random.default_rng(0)
         self.learn.training,self.learn.epoch,self.learn.train_iter,self.learn.pct_train = True,0,0,0.
         for name,m in self.model.named_modules(): m.register_forward_hook(partial(self.note, name))
         if hasattr(self.model, 'reset'): self.model.reset()
+    def values(self): return [(k,v) for k,v in values(self.model) if not isinstance(v, nn.Parameter)]
     def before_batch(self): self.is_open = True
     def after_pred(self):
         self.is_open = False   # later, modules run for the second time
-        self.keep(leaves(self.learn.pred, 'prediction'), values(self.model))
+        self.keep(leaves(self.learn.pred, 'prediction'), self.values())
 
 # %% ../../nbs/know/prove.ipynb #f0adc3b9
+_large = 250_000   # numbers
+
 @patch
 def note(self:Seen, name, m, args, out):
     for k,x in leaves(out, name) if self.is_open and not planning.get() else ():
@@ -95,10 +99,23 @@ def before_step(self:Seen):
     grads = {k:sketch(p.grad) for k,p in self.model.named_parameters() if p.grad is not None}
     self.grads.append(grads)
     self.kept['the gradient'].append((tuple(grads), torch.cat([torch.zeros(0), *(x for _,x in grads.values())])))
-    self.keep((k,v) for k,v in values(self.model) if not isinstance(v, nn.Parameter))
+    self.keep(self.values())
     for p in self.model.parameters():
-        if p.requires_grad: p.data += torch.from_numpy(np.resize(self.rng.normal(0, .01, 10_007), p.shape)).to(p)
+        if p.requires_grad: self.move(p.data[:max(1, 10_000*len(p)//p.numel())] if p.ndim else p.data)
+    self.let_go()
+    self.tick()
     raise CancelStepException
+
+# %% ../../nbs/know/prove.ipynb #ca110004
+@patch
+def move(self:Seen, x): x += torch.from_numpy(self.rng.normal(0, .01, x.shape)).to(x)
+
+@patch
+def let_go(self:Seen):
+    "Large weights train for one batch only, since their gradients take most of the time"
+    large = {p:p.numel()>_large for p in self.model.parameters() if p.grad is not None}
+    for p,is_large in large.items() if not all(large.values()) else ():
+        if is_large: p.requires_grad_(False).grad = None
 
 @patch
 def after_train(self:Seen):
@@ -115,8 +132,10 @@ plain_loss.y_int = True   # for `MixUp`
 
 # %% ../../nbs/know/prove.ipynb #9c0398ef
 class FairCoins(TorchDispatchMode):
-    "A context with fair coins, and random shares near 0 or 1"
+    "A context with fair coins, and random shares near 0 or 1; it ends the thread `w` after Ctrl-C"
+    def __init__(self, w=None): super().__init__(); self.w = w
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.w and self.w.abandoned: raise Abandoned
         name,kwargs = func._schema.name.split('::')[1],kwargs or {}
         p = args[1] if name in ('bernoulli','bernoulli_','native_dropout') and len(args)>1 else None
         is_coin = isinstance(p, float) and 0<p<1
@@ -150,22 +169,22 @@ class Blind(Callback):
     def before_fit(self):
         self.dice = dice(self.model)
         self.model.forward = partial(self.forward, self.model.forward)
-    def before_batch(self): self.was = Held(self.dice)
+    def before_batch(self): self.was = State(generators=self.dice)
     def forward(self, f, *args, **kwargs):
         res = f(*args, **kwargs)
-        if self.learn.seen.is_open: self.was.restore()
+        if self.learn.seen.is_open: self.was.rewind()
         return res
     def after_pred(self):
         for g in self.dice: _draw(g)
     def after_fit(self): del self.model.forward
 
 # %% ../../nbs/know/prove.ipynb #19c1107c
-def run(model, batches, n_inp, cbs=(), blind=False):
+def run(model, batches, n_inp, cbs=(), blind=False, tick=noop, w=None):
     "Train `model` on `batches` with the callbacks `cbs`; return what was seen"
     with CopiesTo(next(model.parameters()).device): batches = deepcopy(batches)   # the model may change its input
     dls = SimpleNamespace(train=batches, loaders=[batches], n_inp=n_inp)
-    learn = Learner(dls, model, plain_loss, SGD, cbs=[Seen(),*[Blind()]*blind], default_cbs=False)
-    seen = train(learn, cbs, [FairCoins(), *[AtNorms(by_itself),Alike()]*blind]).seen
+    learn = Learner(dls, model, plain_loss, SGD, cbs=[Seen(tick),*[Blind()]*blind], default_cbs=False)
+    seen = train(learn, cbs, [FairCoins(w), *[AtNorms(by_itself),Alike()]*blind]).seen
     learn.remove_cbs(list(learn.cbs))
     learn.loss_grad = learn._backward = None   # they lead to the model, and it to them
     return seen
@@ -207,14 +226,18 @@ def prove(
     cbs:Callable, # `copy of the model -> callbacks`: the way that is to be proved
     blind:bool=False, # Whether batch norm and random draws may see slices
     device='cpu', # Where to run
-    shared=() # Objects that a copy of the model shares with it
+    shared=(), # Objects that a copy of the model shares with it
+    able=(), # The `id` of parameters that are trained, even if they are frozen now
+    tick:Callable=noop # Called at each step
 )->Proof:
     "Train copies of `model` on `batches`, as a whole and with the callbacks, and compare"
-    def trial(cbs=lambda _: [], is_moved=False):
+    def trial(w, cbs=lambda _: [], is_moved=False):
         copy = in_double(model, device, {id(o):o for o in shared})
+        for p,new in zip(model.parameters(), copy.parameters()):
+            if id(p) in able: new.requires_grad_()
         for p in copy.parameters() if is_moved else (): p.data *= 1 + 2e-16*torch.randn_like(p)
-        return run(copy, batches, n_inp, cbs(copy), blind)
-    with apart(model): return in_thread(lambda: _compare(trial, cbs))
+        return run(copy, batches, n_inp, cbs(copy), blind, tick, w)
+    with apart(model): return in_thread(lambda w: _compare(partial(trial, w), cbs))
 
 # %% ../../nbs/know/prove.ipynb #c2167557
 def _compare(train, cbs):
@@ -242,8 +265,8 @@ def _compare(train, cbs):
 def few_samples(b, cut=slices):
     "Three small batches like `b`, of two sizes, the last one at another scale; `b` itself if it cannot be cut"
     try:
-        if cut is slices and n_rows(b)<6: b = join([b]*6, [n_rows(b)]*6)
-        *few,last = [cut(b, k)[0] for k in (6,5,5)]
+        if cut is slices and n_rows(b)<4: b = join([b]*4, [n_rows(b)]*4)
+        *few,last = [cut(b, k)[0] for k in (4,3,3)]
     except ValueError: return [b]*3
     return [*few, tree_map(_larger, last)]   # so that a branch on the size of a value shows
 
@@ -252,9 +275,13 @@ def _larger(o):
     return o*4 if x.is_floating_point() else o
 
 def smaller(b):
-    "A corner of each image in `b`, and the first tokens of each text"
-    def is_text(o): return o.ndim==2 and not torch.as_tensor(o).is_floating_point()
-    return tree_map(lambda o: o[...,:64,:64] if o.ndim==4 else o[:,:32] if is_text(o) else o, b)
+    "A corner of each image in `b`, and a few tokens of each text"
+    def part(o):
+        if o.ndim==4: return o[...,:32,:32]
+        if o.ndim!=2 or torch.as_tensor(o).is_floating_point(): return o
+        i = max(0, o.shape[1]-4)//2   # the middle, as the ends may be padded
+        return o[:,i:i+4]
+    return tree_map(part, b)
 
 # %% ../../nbs/know/prove.ipynb #598a4a58
 def tries(model, split, xb, yb):
@@ -275,53 +302,96 @@ def settings(model, cbs, xb):
 def fresh(cb, learn, copy):
     "A new callback like `cb` for a copy of the model"
     if isinstance(cb, MicroBatch):
-        return MicroBatch(1 if cb.bs==1 else 3, coupled=cb.coupled, exact=cb.exact, split=cb.split)
+        return MicroBatch(1 if cb.bs==1 else 2, coupled=cb.coupled, exact=cb.exact, split=cb.split)
     return GradientCheckpointing(cb.blocks and [copy.get_submodule(o.name) for o in cb.found(learn)])
+
+# %% ../../nbs/know/prove.ipynb #ca110001
+class Told:
+    "Says how far a trial of `who` is, if `learn` shows its progress"
+    def __init__(self, who, learn):
+        self.out = sys.stdout if has_bar(learn) and not rank_distrib() else None
+        self.who,self.n,self.width = who,0,0
+
+    def __call__(self):
+        self.n += 1
+        self.say(f'{self.who} is tried on copies of your model: step {self.n} of {max(6, self.n)}')
+
+    def say(self, text):
+        if self.out: print('\r'+text.ljust(self.width), end='\r', file=self.out, flush=True)
+        self.width = len(text)
+
+    def end(self): self.say('')
 
 # %% ../../nbs/know/prove.ipynb #e999f73e
 def guard(self, learn, xb):
     "Before the first step: refuse a way that is not the training of the whole batch"
     cbs,model = learn.cbs.filter(_is_tried),get_model(learn.model)
-    key,trained = settings(model, cbs, xb),{id(p) for p in model.parameters() if p.requires_grad}
-    tried,proof,start = _tried.setdefault(model, []),None,time.time()
-    if any(k==key and trained<=ids for k,ids in tried): return
-    def way(copy): return [fresh(o, learn, copy) for o in cbs]
-    micros = cbs.filter(risinstance(MicroBatch))
-    split,blind = (micros[0].split,micros[0].coupled) if micros else (None,False)
-    for batches,device in tries(model, split, xb, learn.yb):
-        try: proof = prove(model, batches, len(xb), way, blind, device, (learn,)); break
-        except Unsteady as e: why = str(e); break
-        except NotTried as e: why = str(e)
-        gc.collect()   # the error held a copy
-    who = f"MicroBatch: {'exact' if self.exact else 'coupled'}=True" if self in micros else 'GradientCheckpointing'
-    if proof and (proof.raised or proof.differs): refuse(who, model, proof)
-    tried.append((key,trained))
+    key,tried = settings(model, cbs, xb),_tried.setdefault(model, [])
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    if any(k==key and trained<=able for k,able in tried): return
+    able = trained | {id(p) for p,*_ in learn.opt.all_params()} if learn.opt else trained   # after `unfreeze`, too
+    arg = _arg(self)
+    who = _who(arg)
+    start,told = time.time(),Told(who, learn)
+    try: n,proof = _tries(learn, xb, cbs, model, able, told)
+    except NotTried as e: n,proof = e,None
+    finally: told.end()
+    if proof and (proof.raised or proof.differs): refuse(arg, model, proof)
+    tried.append((key,able))
+    took = time.time()-start
+    if hasattr(learn, 'recorder') and hasattr(learn.recorder, 'start_epoch'): learn.recorder.start_epoch += took
     if proof is None:
         warnings.warn(f"{who} was not tried on your model before the first step, because the trial on a copy has "
-                      f"failed ({why}). So it is not known whether the training is that of the whole batch")
+                      f"failed ({n}). So it is not known whether the training is that of the whole batch", NotProved)
     elif not rank_distrib():
-        n,t = len(leaves(batches[0])[0][1]),time.time()-start
-        print(f"{who} is proved on your model: {n} samples, {t:.1f} s, largest error {proof.error:.0e}. "
+        print(f"{who} is proved on your model: {n} samples, {took:.1f} s, largest error {proof.error:.0e}. "
               "The proof leaves out your loss and callbacks, and mixed precision")
 
+# %% ../../nbs/know/prove.ipynb #ca110003
 def _is_tried(cb): return isinstance(cb, GradientCheckpointing) or vars(cb).get('shows_whole', False)
 
-# %% ../../nbs/know/prove.ipynb #fe037b36
-def refuse(who, model, proof):
-    e,arg = proof.raised,who.removeprefix('MicroBatch: ').removesuffix('=True')
-    how = 'leaves something else behind: '+', '.join(f'{k} (relative error {v:.2g})' for k,v in proof.differs[:3])
-    if e is None: where = type(model.get_submodule(proof.where or '')).__name__ + f' {proof.where!r}'*bool(proof.where)
-    else: how,where = f"raises {type(e).__name__}: {e}",raised_in(e) or type(model).__name__
-    ways = ['GradientCheckpointing()']*(arg!=who and len(find_blocks(model))>0) + ['OffloadActivations()']
-    what = 'this module out of blocks' if arg==who else f'{arg} out'
-    hint = f"Leave {what}, or write {' or '.join(ways)} in its place"
-    if e is None and proof.plain: hint = f"If the model needs this in its forward only, take a local variable. {hint}"
-    if again := checkpoints_itself(model): hint = f"The model recomputes by itself: call {again} first"
-    if 'past_key_values' in how: hint = "Set model.config.use_cache=False, since the training does not need this cache"
-    elif str(e).startswith(who): raise ValueError(f"{e} (in the {where})") from e
-    raise ValueError(f"{who} is not possible: in a trial on a copy, the whole batch is fine, but this way the model "
-                     f"{how}. It begins in the {where}. {hint}") from e
+def _arg(cb):
+    "The argument of a `MicroBatch` that is proved"
+    if isinstance(cb, MicroBatch): return 'exact' if cb.exact else 'coupled'
 
+def _tries(learn, xb, cbs, model, able, tick):
+    "The number of samples and the `Proof` of the first trial that does not fail"
+    micro = first(cbs, risinstance(MicroBatch))
+    split,blind = (micro.split,micro.coupled) if micro else (None,False)
+    def way(copy): return [fresh(o, learn, copy) for o in cbs]
+    for batches,device in tries(model, split, xb, learn.yb):
+        try: return len(leaves(batches[0])[0][1]),prove(model, batches, len(xb), way, blind, device, (learn,), able, tick)
+        except Unsteady: raise
+        except NotTried as e: why = NotTried(str(e))
+        gc.collect()   # the error held a copy
+    raise why
+
+# %% ../../nbs/know/prove.ipynb #fe037b36
+def refuse(arg, model, proof):
+    "Raise the error for what was found; `arg` is the argument of `MicroBatch`, or `None`"
+    e,who,where = proof.raised,_who(arg),_where(model, proof)
+    if str(e).startswith(who): raise Refused(f"{e} (in the {where})") from e
+    found = ', '.join(f'{k} (relative error {v:.2g})' for k,v in proof.differs[:3])
+    how = f"raises {type(e).__name__}: {e}" if e else f'leaves something else behind: {found}'
+    raise Refused(f"{who} is not possible: in a trial on a copy, the whole batch is fine, but this way the model "
+                  f"{how}. It begins in the {where}. {_hint(arg, model, proof, how)}") from e
+
+def _who(arg): return f'MicroBatch: {arg}=True' if arg else 'GradientCheckpointing'
+
+def _where(model, proof):
+    if proof.raised: return raised_in(proof.raised) or type(model).__name__
+    name = proof.where or ''
+    return type(model.get_submodule(name)).__name__ + f' {name!r}'*bool(name)
+
+def _hint(arg, model, proof, how):
+    if 'past_key_values' in how: return "Set model.config.use_cache=False, since the training does not need this cache"
+    if again := checkpoints_itself(model): return f"The model recomputes by itself: call {again} first"
+    ways = ['GradientCheckpointing()']*bool(arg and find_blocks(model)) + ['OffloadActivations()']
+    what = f'{arg} out' if arg else 'this module out of blocks'
+    local = 'If the model needs this in its forward only, take a local variable. '*(not proof.raised and proof.plain)
+    return f"{local}Leave {what}, or write {' or '.join(ways)} in its place"
+
+# %% ../../nbs/know/prove.ipynb #ca110002
 def checkpoints_itself(model):
     "The call that ends the gradient checkpointing of a model of transformers or timm; `None` if it does none"
     on = {k for m in model.modules() for k in ('gradient_checkpointing','grad_checkpointing') if vars(m).get(k)}
