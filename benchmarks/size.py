@@ -1,8 +1,9 @@
-"""How large the code is, and how far a window travels through it.
+"""How large and how dense the code is, and how far a window travels through it.
 
-    python benchmarks/size.py    # lines and statements of each module; calls and moves in one window of four
+    python benchmarks/size.py    # lines of each module, what makes them hard to read, and the calls and moves in one window of four
 
-A line counts if it is neither blank nor a comment. A call is one of a Python function of the package or of `fastai.learner`, counted with
+A line counts if it is neither blank nor a comment. Hard to read are conditional expressions inside of others, assignments of several values to several
+names, lines over 100 characters, and cells of the notebooks with more than 30 lines of code. A call is one of a Python function of the package or of `fastai.learner`, counted with
 `sys.setprofile` over one window of four micro-batches; a move is a call in another module than the call before."""
 import ast,sys,warnings
 from collections import Counter
@@ -15,10 +16,17 @@ from fastai_accum.core import AccumulateStep
 root  = Path(__file__).resolve().parent.parent/'fastai_accum'
 promise = 'core microbatch windows replace processes turns refusals slices state patch'.split()
 
+def is_code(line): return line.strip() and not line.strip().startswith('#')
+
 def size(f):
-    "Lines and statements of a module, and its longest line"
-    lines = [o for o in f.read_text().splitlines() if o.strip() and not o.strip().startswith('#')]
-    return len(lines),sum(isinstance(o, ast.stmt) for o in ast.walk(ast.parse(f.read_text()))),max(map(len, lines), default=0)
+    "Lines of a module, and how many of its places are hard to read"
+    text = f.read_text()
+    lines,nodes = list(filter(is_code, text.splitlines())),list(ast.walk(ast.parse(text)))
+    ifs = [o for o in nodes if isinstance(o, ast.IfExp)]
+    nested = sum(isinstance(c, ast.IfExp) for o in ifs for c in ast.walk(o) if c is not o)
+    several = [o for o in nodes if isinstance(o, ast.Assign) and isinstance(o.value, ast.Tuple) and isinstance(o.targets[0], ast.Tuple)]
+    cells = [len(list(filter(is_code, o.splitlines()))) for o in text.split('\n# %% ')[1:]]
+    return len(lines),nested,len(several),sum(len(o)>100 for o in lines),sum(n>30 for n in cells)
 
 class Mark(Callback):
     "Notes where each window ends in `log`"
@@ -46,8 +54,10 @@ def window(cbs, n_batches=1):
 
 if __name__=='__main__':
     rows = [[str(f.relative_to(root)), *size(f)] for f in sorted(root.rglob('*.py')) if f.stem not in ('__init__','_modidx')]
-    print(table(rows, ['module','lines','statements','longest line']))
-    n = {Path(r[0]).stem:r[1] for r in rows}
-    print(f'\nthe promise ({", ".join(promise)}): {sum(map(n.get, promise))} lines; all modules: {sum(n.values())}')
+    n,nested,several,long,cells = [sum(o) for o in list(zip(*rows))[1:]]
+    rows.append(['all modules', n, nested, f'{several}: {100*several/n:.1f} in 100 lines', f'{long}: {100*long/n:.0f} %', cells])
+    print(table(rows, ['module','lines','nested conditionals','assignments of several values','lines over 100 characters','cells over 30 lines']))
+    of = {Path(r[0]).stem:r[1] for r in rows}
+    print(f'\nthe promise ({", ".join(promise)}): {sum(map(of.get, promise))} lines')
     calls = [['a window of four', *window(AccumulateStep(4))], ["four batches of fastai's", *window([], 4)]]
     print('\n'+table(calls, ['','calls','moves']))

@@ -136,7 +136,9 @@ class FairCoins(TorchDispatchMode):
     def __init__(self, w=None): super().__init__(); self.w = w
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if self.w and self.w.abandoned: raise Abandoned
-        name,kwargs = func._schema.name.split('::')[1],kwargs or {}
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags: return func(*args, **kwargs)
+        name = func._schema.name.split('::')[1]
         p = args[1] if name in ('bernoulli','bernoulli_','native_dropout') and len(args)>1 else None
         is_coin = isinstance(p, float) and 0<p<1
         out = func(*(args[0],.5,*args[2:]) if is_coin else args, **kwargs)

@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 from harness import *
 from fastai_accum.microbatch import *
 from fastai_accum.slices import *
-from fastai_accum.rewind import *
+from fastai_accum.devices import is_out_of_memory
 from fastai_accum.devices import n_autocast
 from fastai_accum.patch import *
 from fastai_accum.extras.batchnorm import *
