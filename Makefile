@@ -3,7 +3,7 @@ BIN    ?= .venv/bin
 DEMO   := $(dir $(BIN)).demo
 READY  := $(dir $(BIN)).installed
 
-.PHONY: help demo test test-all test-fresh works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-checkpointing bench-memory bench-noise what-fits bench-gpu proved size clean
+.PHONY: help demo test test-all test-fresh works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-checkpointing bench-memory bench-proof bench-noise what-fits bench-gpu proved size clean
 
 help: ## One line for each command
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -61,6 +61,12 @@ bench-memory: $(READY) ## What each way takes in memory, and how exact it is, on
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/memory.py --save
 	for f in works_with index howto/memory memory/checkpointing memory/offload; do $(BIN)/nbdev-test --save nbs/$$f.ipynb || exit; done
+	$(BIN)/nbdev-clean
+
+bench-proof: $(READY) ## What the proof before the first step costs (five minutes)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/proof.py --save
+	$(BIN)/nbdev-test --save nbs/know/prove.ipynb
 	$(BIN)/nbdev-clean
 
 bench-noise: $(READY) ## What measuring the noise of gradients costs in time
