@@ -435,7 +435,10 @@ def what_fits(self:Learner,
     trials = Trials(self, budget, n_try)
     if self.cbs.filter(has_bar):
         trials.bar = progress_bar(range(2*trials.n.bit_length()+4), leave=False)
+    gc.collect()
+    gc.freeze()   # or each row would look twice at every object of Python, for most of its time
     try: trials.try_all()
     finally:
+        gc.unfreeze()
         if trials.bar: trials.bar.on_iter_end()
     return Fits(trials.rows, trials.best, trials.budget, trials.note)
