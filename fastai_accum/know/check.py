@@ -28,7 +28,7 @@ from .trial import Given,Middles,apart,double,eager,train
 from .unchanged import learner_state
 from ..exact.lockstep import AtNorms
 from ..exact.whole import refuse
-from .prove import Seen,by_itself,first_unlike,off,plain_loss
+from .compare import Seen,by_itself,first_unlike,off,plain_loss
 
 # %% ../../nbs/know/check.ipynb #fb7b5acc
 @dataclass

@@ -12,7 +12,7 @@ from fastai_accum.all import *
 from fastai_accum.know.check import *
 from fastai_accum.state import State
 from fastai_accum.patch import accumulation_settings
-from fastai_accum.know.prove import tol
+from fastai_accum.know.compare import tol
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]/'benchmarks'))
 from common import peak_bytes

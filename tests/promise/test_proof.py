@@ -5,7 +5,7 @@ has the models that were silently wrong once."""
 import gc,pickle,re,signal,threading,time,warnings,weakref
 from harness import *
 from fastai_accum.all import *
-from fastai_accum.know import prove as know_prove
+from fastai_accum.know import compare as know_compare,prove as know_prove
 from fastai_accum.know.prove import prove
 
 images = torch.randn(20,3,16,16, generator=torch.Generator().manual_seed(0))
@@ -173,7 +173,7 @@ def test_a_line_says_how_far_it_is_and_the_epoch_does_not_count_it(capsys):
 
 def test_large_weights_are_compared_for_one_batch(monkeypatch):
     "A gradient that looks at the batch is seen in the first batch"
-    monkeypatch.setattr(know_prove, '_large', 100)   # all but those of the small layers
+    monkeypatch.setattr(know_compare, '_large', 100)   # all but those of the small layers
     class Backward(torch.autograd.Function):
         @staticmethod
         def forward(ctx, w): return w.clone()
