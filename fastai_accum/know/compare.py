@@ -97,9 +97,10 @@ def keep(self:Seen, *found):
 @patch
 def before_step(self:Seen):
     grads = {k:sketch(p.grad) for k,p in self.model.named_parameters() if p.grad is not None}
-    self.grads.append(grads)
-    both = torch.cat([torch.zeros(0), *(x for _,x in grads.values())])
-    self.kept['the gradient'].append((tuple(grads), both))
+    whole = torch.cat([torch.zeros(0), *(x for _,x in grads.values())])
+    self.kept['the gradient'].append((tuple(grads), whole))
+    parts = whole.split([len(x) for _,x in grads.values()])   # so nothing is kept twice
+    self.grads.append({k:(shape,part) for (k,(shape,_)),part in zip(grads.items(), parts)})
     self.keep(self.values())
     for p in self.model.parameters():
         if p.requires_grad: self.move(p)

@@ -6,10 +6,10 @@ Docs: https://fastai-accum.github.io/fastai_accum/know/prove.html.md"""
 
 # %% auto #0
 __all__ = ['FairCoins', 'Alike', 'Blind', 'run', 'NotTried', 'Unsteady', 'Proof', 'prove', 'few_samples', 'smaller', 'tries',
-           'settings', 'fresh', 'Told', 'guard', 'report', 'refuse', 'checkpoints_itself', 'raised_in']
+           'settings', 'fresh', 'guard', 'report', 'refuse', 'checkpoints_itself', 'raised_in']
 
 # %% ../../nbs/know/prove.ipynb #7e343ce2
-import gc,sys,time,traceback,warnings
+import gc,time,traceback,warnings
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 from fastai.basics import *
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..exact.lockstep import Abandoned,AtNorms,in_thread
 from ..exact.whole import modes
 from .compare import Seen,by_itself,dice,differences,first_unlike,plain_loss,tol
-from .trial import CopiesTo,Middles,apart,drawn,has_bar,in_double,train
+from .trial import CopiesTo,Middles,Told,apart,drawn,in_double,train
 from ..memory.checkpointing import GradientCheckpointing,find_blocks
 from ..microbatch import MicroBatch
 from ..devices import has_float64,is_out_of_memory
@@ -193,24 +193,6 @@ def fresh(cb, learn, copy):
         return MicroBatch(1 if cb.bs==1 else 2, coupled=cb.coupled, exact=cb.exact, split=cb.split)
     return GradientCheckpointing(cb.blocks and [copy.get_submodule(o.name) for o in cb.found(learn)])
 
-# %% ../../nbs/know/prove.ipynb #ca110001
-class Told:
-    "Says how far a trial of `who` is, if `learn` shows its progress"
-    def __init__(self, who, learn):
-        self.who = who
-        self.out = sys.stdout if learn.cbs.filter(has_bar) and not rank_distrib() else None
-        self.n = self.width = 0
-
-    def __call__(self):
-        self.n += 1
-        self.say(f'{self.who} is tried on copies of your model: step {self.n} of {max(6, self.n)}')
-
-    def say(self, text):
-        if self.out: print('\r'+text.ljust(self.width), end='\r', file=self.out, flush=True)
-        self.width = len(text)
-
-    def end(self): self.say('')
-
 # %% ../../nbs/know/prove.ipynb #e999f73e
 def guard(self, learn, xb):
     "Before the first step: refuse a way that is not the training of the whole batch"
@@ -221,7 +203,7 @@ def guard(self, learn, xb):
     if any(k==key and able<=others for k,others in tried): return
     if learn.opt: able |= {id(p) for p,*_ in learn.opt.all_params()}   # after `unfreeze`, too
     arg,start = _arg(self),time.time()
-    told = Told(_who(arg), learn)
+    told = Told(f'{_who(arg)} is tried on copies of your model', learn, 6)
     try: found = _tries(learn, xb, cbs, model, able, told)
     except NotTried as e: found = e
     finally: told.end()
