@@ -42,7 +42,8 @@ class WindowCallback(Callback):
     n_samples = average = drop_last = weight = None
     window = None                      # the window that runs
     counts = Counts()                  # what this fit has done, or the last one
-    scale = last_loss = None           # what losses are divided by; the mean loss of the last window
+    scale = None                       # what losses are divided by in this fit
+    last_loss = None                   # the mean loss of the last window
     _stateattrs = ('window',)          # not copied, not saved
     __setattr__ = object.__setattr__   # fastai's also looks for each name in the model
 
@@ -51,52 +52,37 @@ class WindowCallback(Callback):
     def __init_subclass__(cls):
         "A fit begins, too, if a subclass has a `before_fit` of its own"
         own = vars(cls).get('before_fit')
-        if own is None: return
-        @wraps(own)
         def before_fit(self):
             self.begin()
             own(self)
-        cls.before_fit = before_fit
+        if own: cls.before_fit = wraps(own)(before_fit)
 
 # %% ../nbs/core.ipynb #4a01fea2
 class AccumulateStep(WindowCallback):
     """Step the optimizer once per window of micro-batches, with the gradient of all its samples
 
-    Example: `Learner(dls, model, cbs=AccumulateStep(n_step=4))` makes one step per 4 batches of `dls`.
-    Give `n_step` or `n_samples`. A wrong argument raises an error at once, a wrong learner when `fit` begins.
+    Example: `Learner(dls, model, cbs=AccumulateStep(n_step=4))` makes one step per 4 batches.
+    Give `n_step` or `n_samples`. A wrong argument is an error at once, a wrong learner in `fit`.
     https://fastai-accum.github.io/fastai_accum/core.html"""
     name = 'accumulate_step'   # subclasses have the same name
     def __init__(self,
-        n_step:int|Callable|None=None, # Micro-batches in a window: a number, or a schedule `pct -> int`
+        n_step:int|Callable|None=None, # Micro-batches in a window, or a schedule `pct -> int`
         *,
-        n_samples:int|Callable|None=None, # Or the samples in a window: a number, or a schedule `pct -> int`
-        average:bool|None=None, # `True` averages over the window, `False` sums; `None` sums if the loss does by default
-        drop_last:bool|None=None, # Drop the tail (`True`) or step on it (`False`); `None` does what the loader does
-        weight:Callable|None=None, # `(pred, *yb) -> float`: the number by which your loss divides its sum
+        n_samples:int|Callable|None=None, # Or the samples in a window, or a schedule `pct -> int`
+        average:bool|None=None, # Average, or sum; `None` sums if the loss does by default
+        drop_last:bool|None=None, # Drop the tail, or step on it; `None` does what the loader does
+        weight:Callable|None=None, # `(pred, *yb) -> float`: what your loss divides its sum by
         **kwargs
     ):
         refuse_unknown(AccumulateStep, kwargs)
         store_attr(but='kwargs')
         self.check()
 
-    def check(self):
-        "Refuse a wrong argument, also one that was set later"
-        counts = dict(n_step=self.n_step, n_samples=self.n_samples)
-        given = [k for k,v in counts.items() if v is not None]
-        if len(given)!=1:
-            got = ' and '.join(f'{k}={v!r}' for k,v in counts.items())
-            raise ValueError("AccumulateStep: give either n_step, which counts micro-batches, or n_samples, "
-                             f"which counts samples, such as AccumulateStep(n_step=4); got {got}")
-        k, = given
-        if not is_schedule(counts[k]): setattr(self, k, check_count('AccumulateStep', k, counts[k]))
-        check_flags('AccumulateStep', (True,False,None), average=self.average, drop_last=self.drop_last)
-        check_function('AccumulateStep', 'weight', self.weight, '(pred, *yb) -> float')
-
 # %% ../nbs/core.ipynb #281ba3f7
 @patch
 @delegates(AccumulateStep)
 def accumulate(self:Learner,
-    n_step:int|Callable|None=None, # Micro-batches in a window: a number, or a schedule `pct -> int`
+    n_step:int|Callable|None=None, # Micro-batches in a window, or a schedule `pct -> int`
     **kwargs
 )->Learner:
     """Add an `AccumulateStep` to the learner, in place of an earlier one
@@ -113,25 +99,28 @@ def is_boundary(self:WindowCallback)->bool:
     return self.window is not None and self.window.is_last and self.window.learn.training
 
 # %% ../nbs/core.ipynb #9c72bd91
-def window_callbacks(learn): return [cb for cb in learn.cbs if makes_windows(cb) and is_on(cb, True)]
-
 def is_on(cb, training): return cb.run and (cb.run_train if training else cb.run_valid)
 
+def window_callbacks(learn):
+    return [cb for cb in learn.cbs if makes_windows(cb) and is_on(cb, True)]
+
 def in_charge(learn):
-    "The callback that makes the windows of `learn`: its `AccumulateStep`, or else its `MicroBatch`, or `None`"
+    "Makes the windows of `learn`: its `AccumulateStep`, or else its `MicroBatch`, or `None`"
     return first(sorted(window_callbacks(learn), key=attrgetter('cuts')))
 
 # %% ../nbs/core.ipynb #0bd24f33
-_fastais = getattr(Learner.all_batches, 'fastais', Learner.all_batches)   # also if this cell runs again
+# also if this cell runs again
+_fastais = getattr(Learner.all_batches, 'fastais', Learner.all_batches)
 
 @patch
 def all_batches(self:Learner):
     "fastai's `all_batches`; in training with one of our callbacks, window after window"
     acc = in_charge(self)
-    cbs = self.cbs.sorted('order').filter(lambda cb: hasattr(type(cb), 'around_batches'))
-    if self.training: take_back(self, *self.model.modules())
+    on = self.cbs.sorted('order').filter(is_on, training=self.training)
+    if self.training: take_back(self, *self.model.modules())   # what Ctrl-C has left lent
     with ExitStack() as stack:
-        for cb in cbs.filter(is_on, training=self.training): stack.enter_context(cb.around_batches(self))
+        for cb in on:
+            if hasattr(type(cb), 'around_batches'): stack.enter_context(cb.around_batches(self))
         if acc and self.training: acc.train_epoch(self)
         else: _fastais(self)
 Learner.all_batches.fastais = _fastais
@@ -141,34 +130,66 @@ Learner.all_batches.fastais = _fastais
 def begin(self:WindowCallback):
     "Refuse what cannot work, and begin to count"
     learn = self.learn
-    if learn is None: raise ValueError(f"{self}: this instance was in the learner twice; remove it, and add it anew")
+    if learn is None:
+        raise ValueError(f"{self}: this instance was in the learner twice; "
+                         "remove it, and add it anew")
     if is_validation(learn): return
     self.check()
     check_learner(self, learn)
     setattr(learn, self.name, self)   # fastai forgets it when it removes another of this name
     self.counts = Counts()
     self.scale = self.last_loss = None
-    if in_charge(learn) is self: note_batch_norm(self, learn)
+    if in_charge(learn) is not self: return
+    note_batch_norm(self, learn)
+    self.lengthen_lr_find()
+
+# %% ../nbs/core.ipynb #73c9cc69
+@patch
+def check(self:AccumulateStep):
+    "Refuse a wrong argument, also one that was set later"
+    name = 'AccumulateStep'
+    sizes = dict(n_step=self.n_step, n_samples=self.n_samples)
+    given = [k for k,v in sizes.items() if v is not None]
+    if len(given)!=1:
+        got = ' and '.join(f'{k}={v!r}' for k,v in sizes.items())
+        raise ValueError(f"{name}: give either n_step, which counts micro-batches, or n_samples, "
+                         f"which counts samples, such as {name}(n_step=4); got {got}")
+    k, = given
+    if not is_schedule(sizes[k]): setattr(self, k, check_count(name, k, sizes[k]))
+    check_flags(name, (True,False,None), average=self.average, drop_last=self.drop_last)
+    check_function(name, 'weight', self.weight, '(pred, *yb) -> float')
+
+# %% ../nbs/core.ipynb #7be5d06f
+@patch
+def lengthen_lr_find(self:WindowCallback):
+    "Give `lr_find` enough epochs for the steps that it counts"
+    learn = self.learn
     num_it = getattr(vars(learn).get('lr_finder'), 'num_it', None)
-    is_lr_find = num_it and learn.n_epoch==num_it//len(learn.dls.train)+1   # not `fit(5, cbs=LRFinder())`
-    if is_lr_find and in_charge(learn) is self:
-        windows = self.windows(learn, learn.dls.train)
-        learn.n_epoch = num_it//(len(windows) if windows.ends else 1) + 1
+    if not num_it: return
+    is_own = learn.n_epoch==num_it//len(learn.dls.train)+1
+    if not is_own: return   # somebody's `fit(5, cbs=LRFinder())`
+    windows = self.windows(learn, learn.dls.train)
+    n_steps = len(windows) if windows.ends else 1   # at least 1, if nobody knows how many
+    learn.n_epoch = num_it//n_steps + 1
 
 # %% ../nbs/core.ipynb #090a6d05
 @patch
 def windows(self:WindowCallback, learn, dl, epoch=0, n_procs=1):
     "The windows of an epoch of `dl`"
     by_samples = self.n_samples is not None
-    name = 'n_samples' if by_samples else 'n_step'
-    v = getattr(self, name)
-    def from_schedule(share):
-        pct = 0. if 'lr_finder' in vars(learn) else min(1., (epoch+share)/learn.n_epoch)
-        return check_count(self, f'{name} at pct={pct:.4g}', v(pct), scheduled)
+    given = self.n_samples if by_samples else self.n_step
     def size(share):
-        n = from_schedule(share) if callable(v) else v
+        n = self.from_schedule(learn, epoch+share) if callable(given) else given
         return -(-n//n_procs) if by_samples else n   # several processes fill a window together
     return Windows(dl, size, partial(n_of, learn.dls), by_samples, self.drop_last)
+
+@patch
+def from_schedule(self:WindowCallback, learn, n_epochs):
+    "What the schedule says after `n_epochs` epochs, a fraction"
+    name = 'n_step' if self.n_samples is None else 'n_samples'
+    pct = 0. if 'lr_finder' in vars(learn) else min(1., n_epochs/learn.n_epoch)
+    n = getattr(self, name)(pct)
+    return check_count(self, f'{name} at pct={pct:.4g}', n, scheduled)
 
 @patch(as_prop=True)
 def varies(self:WindowCallback): return callable(self.n_step) or callable(self.n_samples)
@@ -185,37 +206,52 @@ def averages(self:WindowCallback, loss_func):
 class Epoch:
     "An epoch of `learn` in windows"
     def __init__(self, acc, learn):
-        self.acc,self.learn,self.group = acc,learn,processes(learn.model, 3+len(parameters(learn)))
-        self.cut = first(window_callbacks(learn), attrgetter('cuts'))
-        plan = partial(acc.windows, learn, learn.dl, n_procs=self.group.n)
-        self.windows,self.n_before = plan(learn.epoch),acc.counts.n_samples
-        if not acc.counts.n_samples:   # the first epoch
-            check_plan(acc, self.windows, *map(plan, range(learn.epoch+1, learn.n_epoch if acc.varies else 0)))
-            check_loss(acc, learn.loss_func)
-            if self.group.synced:   # gradients pass through the norms of other processes, so all have one scale
-                acc.scale, = self.group.sum('epoch', self.windows.size(0.)*(not acc.n_samples and self.windows.bs or 1))
-        self.is_mean,self.averages = loss_reduction(learn.loss_func)!='sum',acc.averages(learn.loss_func)
-        self.each = learn.cbs.sorted('order').filter(wants_each)        # those with `after_batch` at each micro-batch
+        self.acc,self.learn = acc,learn
+        self.group = processes(learn.model, 3+len(parameters(learn)))
+        self.slicer = first(window_callbacks(learn), attrgetter('cuts'))
+        self.windows = self.plan(learn.epoch)
+        self.n_before = acc.counts.n_samples   # samples of the epochs before this one
+        if not self.n_before: self.check()
+        self.is_mean = loss_reduction(learn.loss_func)!='sum'
+        self.averages = acc.averages(learn.loss_func)
+        self.each = learn.cbs.sorted('order').filter(wants_each)
         rec = vars(learn).get('recorder')
-        self.metrics = rec._train_mets[1:] if getattr(rec, 'train_metrics', False) else []   # of the training set
+        self.metrics = rec._train_mets[1:] if getattr(rec, 'train_metrics', False) else []
+
+    def plan(self, i): return self.acc.windows(self.learn, self.learn.dl, i, self.group.n)
+
+# %% ../nbs/core.ipynb #9238f099
+@patch
+def check(self:Epoch):
+    "Refuse windows and losses that cannot work in this fit"
+    acc = self.acc
+    later = range(self.learn.epoch+1, self.learn.n_epoch) if acc.varies else ()
+    check_plan(acc, self.windows, *map(self.plan, later))
+    check_loss(acc, self.learn.loss_func)
+    if self.group.synced:
+        # gradients pass through the norms of the other processes, so all need the same scale now
+        size = self.windows.size(0.)
+        bs = 1 if acc.n_samples else self.windows.bs or 1
+        acc.scale, = self.group.sum('epoch', size*bs)
 
 # %% ../nbs/core.ipynb #8fe80876
 @patch
 def train_epoch(self:WindowCallback, learn):
     "Train for an epoch, window after window"
     if self.learn is not learn:
-        raise ValueError(f"{self}: this instance is in another Learner too; make a new one for each Learner")
+        raise ValueError(f"{self}: this instance is in another Learner too; "
+                         "make a new one for each Learner")
     if 'counts' not in vars(self): self.begin()   # it has joined in the middle of a fit
     epoch = Epoch(self, learn)
-    windows,learn.n_iter = epoch.windows,len(epoch.windows)
+    learn.n_iter = len(epoch.windows)
     try:
         with _by_micro(learn, epoch):
-            for i,batches in enumerate(windows): epoch.train_window(i, batches)
+            for i,batches in enumerate(epoch.windows): epoch.train_window(i, batches)
         epoch.group.sum('epoch')
     except BaseException:
-        if epoch.cut and epoch.cut.exact: epoch.group.fail()   # the others may wait at a `SyncBatchNorm`
+        if epoch.slicer and epoch.slicer.exact: epoch.group.fail()   # others may wait at a norm
         raise
-    finally: self.counts.n_samples = epoch.n_before+windows.n_samples
+    finally: self.counts.n_samples = epoch.n_before+epoch.windows.n_samples
 
 # %% ../nbs/core.ipynb #d08d014b
 @contextmanager
@@ -228,47 +264,51 @@ def _by_micro(learn, epoch):
             def update(_, plain=bar.update): plain(epoch.windows.n_drawn)
             stack.enter_context(lent(bar, update=update))
         if epoch.metrics:
-            stack.enter_context(contextmanager(replacing_yield)(learn.recorder, 'train_metrics', False))
+            replacing = contextmanager(replacing_yield)
+            stack.enter_context(replacing(learn.recorder, 'train_metrics', False))
         yield
 
 # %% ../nbs/core.ipynb #7315f0d8
 @patch
 def train_window(self:Epoch, i, batches):
     "Sum up the gradients of a window, and end it"
-    learn,windows = self.learn,self.windows
+    learn = self.learn
     hypers = [dict(h) for h in learn.opt.hypers]
     clear_gradients(learn)
+    sum_up = partial(self.sum_up, i)
     try:
-        sum_up = partial(self.sum_up, i)
-        win = self.cut.attempt(self, sum_up, batches) if self.cut else sum_up(batches)
-        if windows.is_full or not windows.drop_last: self.end(i, win)
+        win = self.slicer.attempt(self, sum_up, batches) if self.slicer else sum_up(batches)
+        if self.windows.is_full or not self.windows.drop_last: self.end(i, win)
         else: _throw_away(learn, hypers)
-    except BaseException: clear_gradients(learn); raise
+    except BaseException:
+        clear_gradients(learn)
+        raise
     finally: self.acc.window = None
 
 # %% ../nbs/core.ipynb #bd0691b1
 @patch
 def end(self:Epoch, i, win):
     "Step, count the samples, and run `after_batch`"
-    acc,learn,windows = self.acc,self.learn,self.windows
+    acc,learn = self.acc,self.learn
     had_it = [] if win.is_last else self.each   # the loader may have ended early
     win.step()
-    acc.counts.n_samples = self.n_before+windows.n_samples
+    acc.counts.n_samples = self.n_before+self.windows.n_samples
     acc.counts.sizes.append(win.n_stepped)
     cbs = learn.cbs.sorted('order').filter(lambda cb: cb not in had_it)
     if acc.last_loss is None and len(learn.yb):   # nothing to log yet
         cbs = cbs.filter(risinstance(TrainEvalCallback))
     run_after_batch(cbs)
-    if acc.varies or not windows.as_planned(i):
-        learn.pct_train = (learn.epoch+windows.share_after(i))/learn.n_epoch
-    self.group.awaited = True
+    if acc.varies or not self.windows.as_planned(i):
+        learn.pct_train = (learn.epoch+self.windows.share_after(i))/learn.n_epoch
+    self.group.awaited = True   # no callback can send messages any more
 
 # %% ../nbs/core.ipynb #af02231f
 def parameters(learn):
     "All that have gradients to divide, each once: of the model, of the loss, and of the optimizer"
     loss = getattr(learn.loss_func, 'func', learn.loss_func)   # fastai wraps losses
     modules = [m for m in (learn.model,loss) if isinstance(m, nn.Module)]
-    return list(dict.fromkeys(chain(*[m.parameters() for m in modules], *learn.opt.param_lists)))
+    ps = chain(*[m.parameters() for m in modules], *learn.opt.param_lists)
+    return list(dict.fromkeys(ps))
 
 def clear_gradients(learn):
     learn.opt.zero_grad()
@@ -288,13 +328,14 @@ def sum_up(self:Epoch, i, batches):
     learn = self.learn
     self.acc.window = win = Window(self)
     try:
-        with lent(learn, _with_events=partial(win.events, learn._with_events)),self.group.silent():
+        events = partial(win.events, learn._with_events)
+        with lent(learn, _with_events=events), self.group.silent():
             for b,n,is_last in batches:
-                parts = closing(self.cut.parts(learn, b)) if self.cut else nullcontext([(b,n,True)])
-                with parts as parts:
+                whole = nullcontext([(b,n,True)])
+                with closing(self.slicer.parts(learn, b)) if self.slicer else whole as parts:
                     for part,k,ends in parts: win.run(i, part, k, is_last and ends)
     except CancelBatchException:
-        for _ in batches: pass
+        for _ in batches: pass   # the loader of the large batch draws them, too
         clear_gradients(learn)
         win.n_samples = win.weight = win.loss = 0
         learn('after_cancel_batch')
@@ -318,22 +359,24 @@ class Window:
     n_stepped = 0        # samples of this process that reached the step
     total = 1            # what the mean divides by
     factor = 1           # what the gradients are multiplied by at the end
-    def __init__(self, epoch): self.epoch,self.acc,self.learn = epoch,epoch.acc,epoch.learn
+    def __init__(self, epoch):
+        self.epoch,self.acc,self.learn = epoch,epoch.acc,epoch.learn
 
 # %% ../nbs/core.ipynb #f1af74bf
 @patch
 def run(self:Window, i, b, n, is_last):
     "One micro-batch of `n` samples: the learner's own `one_batch`, as far as the step"
     learn = self.learn
-    if self.is_last: run_after_batch(self.epoch.each)   # of the one before, which seemed to be the last
+    if self.is_last: run_after_batch(self.epoch.each)   # the one before seemed to be the last
     self.micro = m = Micro(n)
     self.n_micro += 1
     self.is_last = is_last
     self.acc.counts.n_micro += 1
     learn.one_batch(i, b)
     if m.end is None and learn.training:
-        raise RuntimeError(f"{self.acc}: a micro-batch has ended without the events of a step, maybe because the "
-                           "learner steps by itself; let it step through `_do_grad_opt`")
+        raise RuntimeError(f"{self.acc}: a micro-batch has ended without the events of a step, "
+                           "maybe because the learner steps by itself; "
+                           "let it step through `_do_grad_opt`")
     if m.end=='step':
         for met in self.epoch.metrics: met.accumulate(learn)
     if not is_last: run_after_batch(self.epoch.each)
@@ -349,8 +392,9 @@ def events(self:Window, plain, f, event_type, ex, final=noop):
     if event_type=='backward': f = partial(self.backward, f)
     if event_type!='step': return plain(f, event_type, ex, final)
     if self.micro.weight is not None: raise AtStep
-    raise RuntimeError(f"{self.acc}: a callback has cancelled the backward pass (CancelBackwardException). To leave "
-                       "the micro-batch out, raise CancelBatchException before the backward pass")
+    raise RuntimeError(f"{self.acc}: a callback has cancelled the backward pass "
+                       "(CancelBackwardException). To leave the micro-batch out, raise "
+                       "CancelBatchException before the backward pass")
 
 # %% ../nbs/core.ipynb #61753572
 @patch
@@ -358,7 +402,8 @@ def until_step(self:Window, f, ex):
     "Run the events of a batch, without those at its end"
     learn,m = self.learn,self.micro
     try:
-        learn('before_batch'); f()
+        learn('before_batch')
+        f()
         if not len(learn.yb): m.end = 'no targets'
     except AtStep: m.end = 'step'
     except ex:
@@ -370,19 +415,19 @@ def until_step(self:Window, f, ex):
 @patch
 def backward(self:Window, f):
     "Add the gradient of the *sum* of this micro-batch's losses"
-    learn,m = self.learn,self.micro
-    acc,epoch = self.acc,self.epoch
+    learn,acc,epoch = self.learn,self.acc,self.epoch
+    n = self.micro.n
     weight = self.weigh()
     if weight:
         by = weight if epoch.is_mean else 1
         loss = learn.loss.detach()
-        if acc.scale is None:   # about the weight of a window
-            acc.scale = weight*epoch.windows.expected/max(m.n, 1) if epoch.averages else 1
-        self.loss = self.loss + loss.to(torch.promote_types(loss.dtype, torch.float32))*by
+        if acc.scale is None:   # about the weight of a full window
+            acc.scale = weight*epoch.windows.expected/max(n, 1) if epoch.averages else 1
+        self.loss = self.loss + by*loss.to(torch.promote_types(loss.dtype, torch.float32))
         learn.loss_grad = learn.loss_grad*(by/acc.scale)
         f()
-    m.weight = weight
-    self.n_samples += m.n
+    self.micro.weight = weight
+    self.n_samples += n
     self.weight += weight
 
 # %% ../nbs/core.ipynb #03e5419d
@@ -390,31 +435,40 @@ def backward(self:Window, f):
 def weigh(self:Window):
     "The weight of the current micro-batch: what the mean of its loss divides by"
     learn = self.learn
-    given = self.acc.weight or getattr(self.epoch.cut, 'weight', None)
+    given = self.acc.weight or getattr(self.epoch.slicer, 'weight', None)
     f = given or partial(loss_weight, learn.loss_func)
     with torch.no_grad(): w = f(learn.pred, *learn.yb)
-    if isinstance(w, (Tensor,np.ndarray,np.number)) and math.prod(w.shape)==1: w = w.item()
+    is_array = isinstance(w, (Tensor,np.ndarray,np.number))
+    if is_array and math.prod(w.shape)==1: w = w.item()
     if type(w) in (int,float) and 0<=w<math.inf: return w
-    raise ValueError(f"{self.acc}: {'weight' if given else 'loss_weight'} must return one finite number of at least 0, "
-                     f"got {getattr(w, 'shape', w)!r}; if it is a tensor with several, return their sum")
+    name = 'weight' if given else 'loss_weight'
+    raise ValueError(f"{self.acc}: {name} must return one finite number of at least 0, "
+                     f"got {getattr(w, 'shape', w)!r}; "
+                     "if it is a tensor with several, return their sum")
 
 # %% ../nbs/core.ipynb #847487f2
 @patch
 def step(self:Window):
-    "Step as the large batch does: with the mean gradient and the mean loss, through fastai's own events"
-    learn,acc,epoch,ps = self.learn,self.acc,self.epoch,parameters(self.learn)
+    "Step as the large batch does: with the mean gradient and loss, through fastai's own events"
+    learn = self.learn
+    ps = parameters(learn)
     self.is_last = True
     used = [p.grad is not None for p in ps]
-    self.n_all,weight,loss,*used = epoch.group.sum('step', self.n_samples, self.weight, self.loss, *used)
+    sums = self.epoch.group.sum('step', self.n_samples, self.weight, self.loss, *used)
+    self.n_all,weight,loss,*used = sums
     if not weight:
-        learn.loss = learn.loss if acc.last_loss is None else acc.last_loss
+        if self.acc.last_loss is not None: learn.loss = self.acc.last_loss
         return
-    self.total = weight if epoch.averages else 1
+    self.total = weight if self.epoch.averages else 1
     self.normalise(ps, used)
-    learn.loss = acc.last_loss = torch.as_tensor(loss/self.total, dtype=learn.loss.dtype, device=learn.loss.device)
-    with lent(learn, _with_events=partial(self.step_events, learn._with_events)):
+    loss = torch.as_tensor(loss/self.total, dtype=learn.loss.dtype, device=learn.loss.device)
+    learn.loss = self.acc.last_loss = loss
+    events = partial(self.step_events, learn._with_events)
+    with lent(learn, _with_events=events):
         try: learn._do_grad_opt()
-        except CancelBatchException: clear_gradients(learn); learn('after_cancel_batch')
+        except CancelBatchException:
+            clear_gradients(learn)
+            learn('after_cancel_batch')
 
 # %% ../nbs/core.ipynb #9e3eccf7
 @patch
@@ -428,7 +482,9 @@ def normalise(self:Window, ps, used):
 @patch
 def step_events(self:Window, plain, f, event_type, ex, final=noop):
     "Takes the place of `learn._with_events` in `_do_grad_opt`, which finds the backward pass done"
-    def step(): f(); self.n_stepped = self.n_samples
+    def step():
+        f()
+        self.n_stepped = self.n_samples   # a cancelled step does not come here
     if event_type=='backward': return
     plain(step if event_type=='step' else f, event_type, ex, final)
 
@@ -437,7 +493,8 @@ _each = 'CollectDataCallback','HookCallback','ProgressCallback'
 
 def wants_each(cb):
     "Whether a callback has `after_batch` at each micro-batch"
-    return inspect.getattr_static(cb, 'each_micro_batch', is_a(cb, *_each))   # fastai's also looks in the model
+    # fastai's `getattr` of a callback also looks in the model
+    return inspect.getattr_static(cb, 'each_micro_batch', is_a(cb, *_each))
 
 def run_after_batch(cbs):
     for cb in cbs: cb('after_batch')

@@ -21,81 +21,100 @@ def loss_weight(
     pred, # Predictions, as the loss gets them
     *yb # Targets, as the loss gets them
 ): # A number, or a tensor with one element on the device of the targets
-    """What the mean of `loss_func` divides by: the number of samples, unless there is a rule for this type of loss
+    """What the mean of `loss_func` divides by: the samples, unless its type has a rule
 
-    Example: `@loss_weight.register(MyLoss)` before `def _(loss_func, pred, y): return (y>0).sum()` adds a rule.
+    Example: `@loss_weight.register(MyLoss)` before `def _(loss_func, pred, y): return y.sum()`.
     https://fastai-accum.github.io/fastai_accum/loss.html"""
     f = _uncompiled(loss_func)
     return count_samples(yb, pred) if f is loss_func else loss_weight(f, pred, *yb)
 
 # %% ../nbs/loss.ipynb #efad7d38
+def _is_list(o): return isinstance(o, (list,tuple,L))
+
 def _sizes(o):
     "The lengths of the tensors and arrays in `o`"
     if isinstance(o, (Tensor,np.ndarray)): return {o.shape[0]} if o.ndim else set()
     if isinstance(o, Mapping): o = list(o.values())
     return {n for v in (o if _is_list(o) else ()) for n in _sizes(v)}
 
-def _is_list(o): return isinstance(o, (list,tuple,L))
-
 def _first(o):
     if not _is_list(o): return o
     return o[0] if len(o) else None
 
+# %% ../nbs/loss.ipynb #11b5a9d4
 def count_samples(
     yb, # Targets, a tuple
     other=() # Inputs or predictions, if targets have no row for each sample
 )->int:
     "The number of samples that have the targets `yb`"
     y = yb[0] if isinstance(yb, tuple) and len(yb) else yb
-    if isinstance(y, (Tensor,np.ndarray)) and y.ndim: return y.shape[0]
-    y,x = _first(yb),_first(other)
+    if isinstance(y, (Tensor,np.ndarray)) and y.ndim: return y.shape[0]   # most targets, fast
+    return _count(_first(yb), _first(other))
+
+def _count(y, x):
+    "The number of samples with the targets `y` and the inputs or predictions `x`"
     ny,nx = _sizes(y),_sizes(x)
     if len(ny)==1 and (isinstance(y, Mapping) or ny==nx): return first(ny)
-    if _is_list(y) and (not nx or len(y) in nx or _is_list(x) and len(x)==len(y)): return len(y)
+    if _is_list(y):
+        fits = len(y) in nx or _is_list(x) and len(x)==len(y)
+        if fits or not nx: return len(y)
     if nx: return first(_sizes(first(x) if _is_list(x) else x) or nx)
     if _is_list(x): return len(x)
-    raise ValueError(f"cannot count the samples of a batch: its targets are a {type(y).__name__}, its inputs or "
-                     f"predictions are a {type(x).__name__}, and neither has a row for each sample; "
-                     "make one of them a tensor with a row for each sample, or pass weight= if this is about the loss")
+    raise ValueError(f"cannot count the samples of a batch: its targets are a {type(y).__name__}, "
+                     f"its inputs or predictions are a {type(x).__name__}, and neither has a row "
+                     "for each sample; make one of them a tensor with a row for each sample, or pass "
+                     "weight= if this is about the loss")
 
 # %% ../nbs/loss.ipynb #7283b74a
 _modules = {
-    F.l1_loss:nn.L1Loss, F.mse_loss:nn.MSELoss, F.smooth_l1_loss:nn.SmoothL1Loss, F.huber_loss:nn.HuberLoss,
-    F.cross_entropy:nn.CrossEntropyLoss, F.nll_loss:nn.NLLLoss, F.binary_cross_entropy:nn.BCELoss,
-    F.binary_cross_entropy_with_logits:nn.BCEWithLogitsLoss, F.kl_div:nn.KLDivLoss,
-    F.poisson_nll_loss:nn.PoissonNLLLoss, F.gaussian_nll_loss:nn.GaussianNLLLoss,
-    F.soft_margin_loss:nn.SoftMarginLoss, F.hinge_embedding_loss:nn.HingeEmbeddingLoss,
-    F.margin_ranking_loss:nn.MarginRankingLoss, F.cosine_embedding_loss:nn.CosineEmbeddingLoss,
-    F.multi_margin_loss:nn.MultiMarginLoss, F.multilabel_margin_loss:nn.MultiLabelMarginLoss,
-    F.multilabel_soft_margin_loss:nn.MultiLabelSoftMarginLoss, F.triplet_margin_loss:nn.TripletMarginLoss,
+    F.l1_loss:nn.L1Loss, F.mse_loss:nn.MSELoss, F.smooth_l1_loss:nn.SmoothL1Loss,
+    F.huber_loss:nn.HuberLoss, F.cross_entropy:nn.CrossEntropyLoss, F.nll_loss:nn.NLLLoss,
+    F.binary_cross_entropy:nn.BCELoss, F.binary_cross_entropy_with_logits:nn.BCEWithLogitsLoss,
+    F.kl_div:nn.KLDivLoss, F.poisson_nll_loss:nn.PoissonNLLLoss,
+    F.gaussian_nll_loss:nn.GaussianNLLLoss, F.soft_margin_loss:nn.SoftMarginLoss,
+    F.hinge_embedding_loss:nn.HingeEmbeddingLoss, F.margin_ranking_loss:nn.MarginRankingLoss,
+    F.cosine_embedding_loss:nn.CosineEmbeddingLoss, F.multi_margin_loss:nn.MultiMarginLoss,
+    F.multilabel_margin_loss:nn.MultiLabelMarginLoss,
+    F.multilabel_soft_margin_loss:nn.MultiLabelSoftMarginLoss,
+    F.triplet_margin_loss:nn.TripletMarginLoss,
     F.triplet_margin_with_distance_loss:nn.TripletMarginWithDistanceLoss, F.ctc_loss:nn.CTCLoss}
 
 def _as_module(f, **kwargs):
     "The module that computes the same as `f`, a function of `torch.nn.functional`"
-    return _modules[f](**{k:v for k,v in kwargs.items() if k in inspect.signature(_modules[f]).parameters})
+    cls = _modules[f]
+    pars = inspect.signature(cls).parameters
+    return cls(**{k:v for k,v in kwargs.items() if k in pars})
 
 # %% ../nbs/loss.ipynb #b2b9418c
 def base_loss(
-    loss_func # A module, a function, or a wrapper: fastai's `BaseLoss`, a `partial`, the method of `MixUp`
+    loss_func # A module, a function, or a wrapper, such as fastai's `BaseLoss` or a `partial`
 ): # The loss inside; for a function of `torch.nn.functional`, its module
     "The loss under all wrappers of `loss_func`"
-    f,kw = (loss_func.func,loss_func.keywords) if isinstance(loss_func, partial) else (loss_func,{})
-    f = _uncompiled(f)
-    if isinstance(f, FunctionType) and f in _modules: return _as_module(f, **kw)
-    if isinstance(f, MethodType): f = getattr(f.__self__, 'old_lf', f)
-    elif isinstance(f, BaseLoss): f = f.func
+    is_wrapper = isinstance(loss_func, (partial,BaseLoss))
+    f = _uncompiled(loss_func.func if is_wrapper else loss_func)
+    kwargs = loss_func.keywords if isinstance(loss_func, partial) else {}
+    if isinstance(f, FunctionType) and f in _modules: return _as_module(f, **kwargs)
+    if isinstance(f, MethodType): f = getattr(f.__self__, 'old_lf', f)   # of `MixUp`
     return f if f is loss_func else base_loss(f)
 
+# %% ../nbs/loss.ipynb #b1af2083
 def _uncompiled(f):
     "What `torch.compile` or `torch.jit.script` has made `f` from, or `f` if neither has made it"
     if '_orig_mod' in getattr(f, '_modules', {}): return f._orig_mod
-    if hasattr(f, '_torchdynamo_orig_callable'): return inspect.unwrap(f._torchdynamo_orig_callable)
+    if hasattr(f, '_torchdynamo_orig_callable'):
+        return inspect.unwrap(f._torchdynamo_orig_callable)
     if isinstance(f, torch.jit.ScriptFunction): return getattr(F, f.name, f)
-    cls = getattr(nn, getattr(f, 'original_name', ''), None) if isinstance(f, torch.jit.ScriptModule) else None
+    if isinstance(f, torch.jit.ScriptModule): return _unscripted(f)
+    return f
+
+def _unscripted(f):
+    "The loss of `torch.nn` that `f` was, with what its weight depends on"
+    cls = getattr(nn, getattr(f, 'original_name', ''), None)
     if cls not in _modules.values(): return f
     res = cls.__new__(cls)
     nn.Module.__init__(res)
-    for k in 'weight','ignore_index','reduction','label_smoothing','full': vars(res)[k] = getattr(f, k, None)
+    for k in 'weight','ignore_index','reduction','label_smoothing','full':
+        vars(res)[k] = getattr(f, k, None)
     return res
 
 # %% ../nbs/loss.ipynb #6803d72e
@@ -108,7 +127,9 @@ def _function_weight(loss_func, pred, *yb):
 
 @loss_weight.register
 def _flat_weight(loss_func:BaseLoss, pred, targ, *yb):
-    if loss_func.flatten: pred,targ = pred if loss_func.is_2d else pred.reshape(-1), targ.reshape(-1)
+    if loss_func.flatten:
+        targ = targ.reshape(-1)
+        if not loss_func.is_2d: pred = pred.reshape(-1)
     return loss_weight(loss_func.func, pred, targ, *yb)
 
 # %% ../nbs/loss.ipynb #abaf31ec
@@ -124,7 +145,8 @@ def loss_reduction(
     loss_func # A loss, with any wrappers
 )->str: # 'none', 'sum', 'mean', or another kind of mean ('batchmean')
     "How `loss_func` turns the losses of the elements into one number"
-    if isinstance(loss_func, partial) and 'reduction' in loss_func.keywords: return loss_func.keywords['reduction']
+    if isinstance(loss_func, partial) and 'reduction' in loss_func.keywords:
+        return loss_func.keywords['reduction']
     base = base_loss(loss_func)
     red = getattr(base, 'reduction', None) or _default_reduction(base) or 'mean'
     return 'mean' if red in ('none','sum') and _reduces_itself(base) else red
@@ -132,7 +154,7 @@ def loss_reduction(
 _losses = *_modules.values(),FocalLoss,LabelSmoothingCrossEntropy,DiceLoss
 
 def _reduces_itself(f):
-    "Whether `f` is a subclass of a known loss and has its own `forward`, so that `reduction` may say nothing about it"
+    "Whether `f` is a known loss with a `forward` of its own: `reduction` may say nothing about it"
     cls = first(type(f).__mro__, _losses.__contains__)
     return cls is not None and isinstance(f, nn.Module) and type(f).forward is not cls.forward
 
@@ -150,22 +172,26 @@ def _rule(*classes):
         @wraps(f)
         def _f(loss_func, pred, *yb):
             if not _reduces_itself(loss_func): return f(loss_func, pred, *yb)
-            if getattr(loss_func, 'reduction', None) in ('none','sum'): return count_samples(yb, pred)
-            try: return f(loss_func, pred, *yb)
-            except (TypeError,AttributeError,LookupError,ValueError,RuntimeError): return count_samples(yb, pred)
+            says_nothing = getattr(loss_func, 'reduction', None) in ('none','sum')
+            try: return count_samples(yb, pred) if says_nothing else f(loss_func, pred, *yb)
+            except (TypeError,AttributeError,LookupError,ValueError,RuntimeError):
+                return count_samples(yb, pred)
         for cls in classes: loss_weight.register(cls, _f)
         return f
     return _register
 
 # %% ../nbs/loss.ipynb #c7c27a64
-_linear = [nn.LinearCrossEntropyLoss] if hasattr(nn, 'LinearCrossEntropyLoss') else []   # since PyTorch 2.14
+_since_2_14 = [getattr(nn, k) for k in ('LinearCrossEntropyLoss',) if hasattr(nn, k)]
 
-@_rule(nn.CrossEntropyLoss, nn.NLLLoss, *_linear)
+@_rule(nn.CrossEntropyLoss, nn.NLLLoss, *_since_2_14)
 def _class_weight(loss_func, pred, targ):
     if targ.is_floating_point(): return targ.numel() // targ.shape[min(1, targ.ndim-1)]
-    targ,w = targ.long(),loss_func.weight
-    keep = targ != (-100 if loss_func.ignore_index is None else loss_func.ignore_index)
-    return keep.sum() if w is None else torch.where(keep, w[torch.where(keep, targ, 0)], 0).sum()
+    targ = targ.long()
+    ignored = -100 if loss_func.ignore_index is None else loss_func.ignore_index
+    keep = targ!=ignored
+    if loss_func.weight is None: return keep.sum()
+    ws = loss_func.weight[torch.where(keep, targ, 0)]   # an ignored target may be no class
+    return torch.where(keep, ws, 0).sum()
 
 # %% ../nbs/loss.ipynb #17768c44
 @_rule(FocalLoss)
@@ -176,8 +202,9 @@ def _smooth_weight(loss_func, pred, targ):
     return _class_weight(nn.NLLLoss(weight=loss_func.weight), pred, targ)
 
 # %% ../nbs/loss.ipynb #5f5fecea
-@_rule(nn.L1Loss, nn.MSELoss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.SoftMarginLoss,
-       nn.HingeEmbeddingLoss, nn.PoissonNLLLoss, nn.KLDivLoss, nn.MarginRankingLoss)
+@_rule(nn.L1Loss, nn.MSELoss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss,
+       nn.SoftMarginLoss, nn.HingeEmbeddingLoss, nn.PoissonNLLLoss, nn.KLDivLoss,
+       nn.MarginRankingLoss)
 def _element_weight(loss_func, pred, *yb):
     if loss_reduction(loss_func)=='batchmean': return pred.shape[0]
     return math.prod(torch.broadcast_shapes(pred.shape, *(y.shape for y in yb)))
@@ -194,7 +221,8 @@ def _dice_weight(loss_func, pred, *yb): return pred.shape[0] * pred.shape[loss_f
 def _row_weight(loss_func, pred, *yb): return math.prod(pred.shape[:-1])
 
 @_rule(nn.CosineEmbeddingLoss, nn.CTCLoss)
-def _last_weight(loss_func, pred, *yb): return yb[-1].numel() if isinstance(yb[-1], Tensor) else len(yb[-1])
+def _last_weight(loss_func, pred, *yb):
+    return yb[-1].numel() if isinstance(yb[-1], Tensor) else len(yb[-1])
 
 # %% ../nbs/loss.ipynb #91e7184c
 @loss_weight.register

@@ -15,7 +15,8 @@ from .loss import count_samples
 # %% ../nbs/windows.ipynb #5223e0e1
 def drops_last(dl):
     "Whether `dl` drops its last batch if it is not full"
-    return bool(getattr(dl, 'drop_last', False) or getattr(getattr(dl, 'batch_sampler', None), 'drop_last', False))
+    sampler = getattr(dl, 'batch_sampler', None)   # of a PyTorch loader
+    return any(getattr(o, 'drop_last', False) for o in (dl,sampler))
 
 def batch_size(dl):
     "The batch size of `dl`, or `None` if it has none"
@@ -24,9 +25,11 @@ def batch_size(dl):
 
 def samples_in(dl):
     "How many samples an epoch of `dl` has, or `None` if `dl` has no batch size"
-    bs,sampler = batch_size(dl),getattr(dl, 'sampler', None)   # PyTorch's loader has a sampler
+    bs = batch_size(dl)
+    if bs is None: return None
+    sampler = getattr(dl, 'sampler', None)   # of a PyTorch loader
     n = len(sampler) if hasattr(sampler, '__len__') else getattr(dl, 'n', None)
-    return bs and min(n or math.inf, len(dl)*bs)
+    return min(n or math.inf, len(dl)*bs)
 
 # %% ../nbs/windows.ipynb #642b3e8f
 def n_inputs(dls, b):
@@ -43,14 +46,16 @@ class Windows:
     "The batches of `dl` in windows: a plan made from the length of `dl`, and then what arrives"
     def __init__(self,
         dl, # Training `DataLoader`, fastai's or PyTorch's
-        size:Callable, # `share -> int`: what fills the window that begins when this share of the epoch is over
+        size:Callable, # `share -> int`: what fills the window that begins after this share of the epoch
         n_of:Callable, # `batch -> int`: the samples in a batch
         by_samples:bool=False, # Whether `size` counts samples, and not batches
-        drop_last:bool|None=None # Whether to drop a last window that is not full; `None` does what `dl` does
+        drop_last:bool|None=None # Drop a last window that is not full; `None` does what `dl` does
     ):
-        self.dl,self.size,self.n_of,self.by_samples = dl,size,n_of,by_samples
-        self.drop_last = drops_last(dl) if drop_last is None else drop_last
-        self.n_batches,self.n,self.bs = len(dl),samples_in(dl),batch_size(dl)
+        store_attr()
+        if drop_last is None: self.drop_last = drops_last(dl)
+        self.n_batches = len(dl)
+        self.n  = samples_in(dl)
+        self.bs = batch_size(dl)
         self.n_drawn = self.n_samples = 0   # batches and samples that have come
         self.is_full = False                # whether the current window has all its batches
         self.expected = None                # the samples that fill the current window
@@ -63,7 +68,8 @@ class Windows:
 def plan(self:Windows):
     "After which batches the windows end; `None` if samples count, and `dl` has no batch size"
     if self.by_samples and not self.bs: return None
-    ends,k = [],0
+    ends = []
+    k = 0
     while k<self.n_batches:
         size = self.size(k/self.n_batches)
         left = self.n-k*self.bs if self.by_samples else self.n_batches-k
@@ -75,14 +81,18 @@ def plan(self:Windows):
 @patch
 def __iter__(self:Windows):
     "The windows, each an iterator over its batches; one batch is in memory at a time"
-    batches,i = self.drawn(),0
+    batches = self.drawn()
+    i = 0
     for b in batches:
-        if self.drop_last and self.ends is not None and i==len(self.ends) and self.n_drawn-1==[0,*self.ends][-1]:
-            for _ in batches: pass   # behind the plan is the tail
-            return
+        n_before = self.n_drawn-1
+        if self.drop_last and self.ends is not None:
+            planned = [0,*self.ends]
+            if i==len(self.ends) and n_before==planned[-1]:   # the plan is over: this is the tail
+                for _ in batches: pass
+                return
         head = [b]
         del b   # or it would stay in memory until the window ends
-        yield self.window(chain(_pop(head), batches), self.size(self.share(self.n_drawn-1)))
+        yield self.window(chain(_pop(head), batches), self.size(self.share(n_before)))
         i += 1
 
 def _pop(bs): yield bs.pop()
@@ -103,13 +113,13 @@ def share(self:Windows, n): return min(1., n/self.n_batches)   # of the epoch, a
 # %% ../nbs/windows.ipynb #6b7ee7df
 @patch
 def window(self:Windows, batches, size):
-    "The batches of one window, each with its samples, and with whether it is expected to be the last"
-    held = 0   # samples or batches so far
+    "The batches of one window, each with its samples, and whether it is expected to be the last"
+    n_here = 0   # samples or batches so far
     self.is_full = False
     for b,n in batches:
         self.expected = size if self.by_samples else size*n
-        held += n if self.by_samples else 1
-        self.is_full = held>=size
+        n_here += n if self.by_samples else 1
+        self.is_full = n_here>=size
         is_tail = self.n_drawn==self.n_batches and not self.drop_last
         yield b,n,self.is_full or is_tail
         if self.is_full: return

@@ -31,62 +31,70 @@ class Exact(Coupled):
     def __init__(self, micro):
         super().__init__(micro)
         model = micro.learn.model
-        self.model,self.plans = get_model(model),{}
+        self.model = get_model(model)
+        self.plans = {}
         if micro.learn.cbs.filter(risinstance(GradientCheckpointing)):
-            raise ValueError("MicroBatch: exact=True and GradientCheckpointing cannot be combined; remove "
-                             "GradientCheckpointing, since exact=True keeps the activations on the host already")
+            raise ValueError("MicroBatch: exact=True and GradientCheckpointing cannot be combined; "
+                             "remove GradientCheckpointing, since exact=True keeps the activations "
+                             "on the host already")
         refuse(model, micro.bs)
 
     def run(self, learn, forward, xb, parts, sizes):
         "The predictions for each slice"
-        if sizes is None: return super().run(learn, forward, xb, parts, sizes)   # no targets to count
+        if sizes is None:   # no targets to count
+            return super().run(learn, forward, xb, parts, sizes)
         state = ModelState(self.model, [*held(self.model), *shared])
+        cut = partial(self.micro.cut_inputs, learn)
         def run():
-            plan = self.plan(state, forward, xb, sum(sizes), partial(self.micro.cut_inputs, learn))
-            return self.run_slices(plan, state, forward, parts, sizes)
+            try:
+                plan = self.plan(state, forward, xb, sum(sizes), cut)
+                return self.run_slices(plan, state, forward, parts, sizes)
+            except BaseException:
+                state.restore()
+                raise
         with lent(batchnorm, sync_batch_norm=synced):
-            try: return self.undone(state, run)
-            except Differs: self.plans.clear()   # such as layers that are left out at random: a new plan is needed
-            return self.undone(state, run)
-
-    def undone(self, state, run):
-        "`run()`; an error leaves the model as it was"
-        try: return run()
-        except BaseException: state.restore(); raise
+            try: return run()
+            except Differs: self.plans.clear()   # such as layers that are left out at random
+            return run()
 
 # %% ../../nbs/exact/whole.ipynb #28d41b96
 def refuse(model, bs=None):
     "Refuse a model whose batch norms or random numbers cannot be seen from outside"
     if bs=='auto' and processes(model).synced:
-        raise ValueError("MicroBatch: with exact=True and SyncBatchNorm in several processes, bs must be a number, "
-                         "since all would wait for one that tries again; `learn.what_fits()` in one process finds it")
+        raise ValueError("MicroBatch: with exact=True and SyncBatchNorm in several processes, bs must "
+                         "be a number, since all would wait for one that tries again; "
+                         "`learn.what_fits()` in one process finds it")
     for name,m in model.named_modules():
         if is_compiled(m) or isinstance(m, (torch.jit.ScriptModule,nn.DataParallel)):
-            raise ValueError(f"MicroBatch: exact=True cannot see into the {type(m).__name__} {name or 'model'!r}, "
-                             "which is compiled or runs in several threads; leave exact out")
+            raise ValueError(f"MicroBatch: exact=True cannot see into the {type(m).__name__} "
+                             f"{name or 'model'!r}, which is compiled or runs in several threads; "
+                             "leave exact out")
 
 # %% ../../nbs/exact/whole.ipynb #cfefb39c
-planning = ContextVar('planning', default=False)   # whether the model runs to make a plan, in any of our threads
+# whether the model runs to make a plan, in any of our threads
+planning = ContextVar('planning', default=False)
 
 @patch
 def plan(self:Exact, state, forward, xb, n, cut):
     "What two runs have found for a batch of these shapes"
     key = modes(self.model),*[(tuple(o.shape),o.dtype) for _,o in leaves(xb)]
     if key not in self.plans:
-        if n==1: xb,n = join([xb]*2, [1,1]),2
-        k = min(2, n-1)
+        if n==1: xb = join([xb]*2, [1,1])   # two samples, the same twice
+        k = 1 if n<3 else 2
+        def look(k): return in_thread(lambda _: watch(state, forward, cut(xb, k)[0][0]))
         was = planning.set(True)
-        try: a,b = (in_thread(lambda _: watch(state, forward, cut(xb, i)[0][0])) for i in (k,k+1))
+        try: fewer,more = look(k),look(k+1)
         finally: planning.reset(was)
-        b.draws = batch_dims(a.draws, b.draws, k, k+1)
-        self.plans[key] = b
+        more.draws = batch_dims(fewer.draws, more.draws, k, k+1)
+        self.plans[key] = more
     return self.plans[key]
 
 # %% ../../nbs/exact/whole.ipynb #90db4df4
 def watch(state, forward, xb):
     "What a run of the model does, from `state` and on `xb`; nothing remains of it"
-    norms,changed = set(),{}
-    def look(): changed.update((id(x), x) for x in first.changed())
+    norms = set()   # the running statistics
+    changed = {}
+    def look(): changed.update((id(o), o) for o in first.changed())
     def note(o, f):
         look()
         norms.update(id(t) for t in (o.running_mean,o.running_var))
@@ -95,30 +103,31 @@ def watch(state, forward, xb):
     at = AtNorms(note)
     with state.again() as lent:
         first = State(state.objects)
-        with Draws(lambda: (running(state.model),at.at)) as draws,at,Host(state.model).hooks():
-            forward(*tree_map(_copy, xb))
+        draws = Draws(lambda: (running(state.model),at.at))
+        with draws,at,Host(state.model).hooks(): forward(*tree_map(_copy, xb))
         look()
-        moved = state.moved(lent)-{i for i,b in lent.items() if id(b) in norms}   # without running statistics
+        moved = state.moved(lent)-{i for i,b in lent.items() if id(b) in norms}
     buffers = [(bs,k) for bs,k in state.places if id(bs[k]) in moved or id(bs) in changed]
     changed.update((id(bs), bs) for bs,_ in buffers)
     return SimpleNamespace(draws=draws.draws, inside={o.inside for o in draws.draws}, norms=norms,
                            objects=list(changed.values()), buffers=buffers)
 
-def _copy(o): return o.clone() if isinstance(o, Tensor) else o.copy()   # the model may change its input
+# the model may change its input
+def _copy(o): return o.clone() if isinstance(o, Tensor) else o.copy()
 
 # %% ../../nbs/exact/whole.ipynb #8b1a0a5b
 def modes(model):
-    "What can be switched in a model: its modules, and their attributes that are flags, texts, or numbers that are 0"
+    "What can be switched in a model: its modules, and their flags, texts, and numbers that are 0"
     def now(v): return v!=0 if type(v) is float else v   # a temperature may move
-    return tuple((type(m), id(m), *((k, now(v)) for k,v in vars(m).items() if type(v) in (bool,str,float)))
-                 for m in model.modules())
+    def switches(m): return [(k,now(v)) for k,v in vars(m).items() if type(v) in (bool,str,float)]
+    return tuple((type(m), id(m), *switches(m)) for m in model.modules())
 
 # %% ../../nbs/exact/whole.ipynb #7b374706
 @patch
 def run_slices(self:Exact, plan, state, forward, parts, sizes):
     "The predictions for each slice, run according to the `plan`"
     deck = Deck(plan.draws, sum(sizes))
-    start = ModelState(self.model, plan.objects, plan.buffers, state.generators)   # what changes, and no more
+    start = ModelState(self.model, plan.objects, plan.buffers, state.generators)
     @contextmanager
     def deal(k, norm=alone):
         dealt = Dealt(deck, sum(sizes[:k]), sizes[k])
@@ -131,5 +140,5 @@ def run_slices(self:Exact, plan, state, forward, parts, sizes):
 
 # %% ../../nbs/exact/whole.ipynb #92a2a093
 def alone(o, f):
-    raise Differs("MicroBatch: exact=True is not possible: the model comes to a batch norm, although it came to none "
-                  "with the first samples of the batch")
+    raise Differs("MicroBatch: exact=True is not possible: the model comes to a batch norm, "
+                  "although it came to none with the first samples of the batch")

@@ -22,36 +22,42 @@ def _n_groups(channels, groups):
 _plain = nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d,nn.SyncBatchNorm
 
 def _as_group_norm(bn, groups):
-    gn = nn.GroupNorm(_n_groups(bn.num_features, groups), bn.num_features, bn.eps, affine=False).train(bn.training)
+    n = bn.num_features
+    gn = nn.GroupNorm(_n_groups(n, groups), n, bn.eps, affine=False).train(bn.training)
     gn.affine,gn.weight,gn.bias = bn.affine,bn.weight,bn.bias
     return gn
 
 # %% ../../nbs/extras/batchnorm.ipynb #7c216a3d
 def _is_batch_norm(m):
-    return isinstance(m, _BatchNorm) or 'BatchNorm' in getattr(m, 'original_name', '')   # which torch.jit sets
+    scripted = getattr(m, 'original_name', '')   # which torch.jit sets
+    return isinstance(m, _BatchNorm) or 'BatchNorm' in scripted
 
 def _check_batch_norm(name, bn):
     "Raise an error if `bn` cannot be replaced"
     why = None
     if isinstance(bn, torch.jit.ScriptModule):
         why = "is compiled by torch.jit: call to_group_norm before you script or trace the model"
-    elif not bn.num_features: why = "does not know its channels yet: run one batch through the model first"
+    elif not bn.num_features:
+        why = "does not know its channels yet: run one batch through the model first"
     elif type(bn) not in _plain:
-        why = "is a subclass that may do more than normalise: build the model with another norm layer"
+        why = ("is a subclass that may do more than normalise: "
+               "build the model with another norm layer")
     elif isinstance(bn, nn.BatchNorm1d) and bn.num_features<_least:
-        why = (f"has {bn.num_features} features, and group norm over fewer than {_least} would lose information: "
-               "replace it by hand, or leave it out (for a tabular model, `bn_cont=False`)")
+        why = (f"has {bn.num_features} features, and group norm over fewer than {_least} would "
+               "lose information: replace it by hand, or leave it out (for a tabular model, "
+               "`bn_cont=False`)")
     if why: raise ValueError(f"to_group_norm: the {type(bn).__name__} {name or 'model'!r} {why}")
 
 # %% ../../nbs/extras/batchnorm.ipynb #4ca991fb
 def to_group_norm(
     model:nn.Module, # Changed in place
-    groups:int=32 # Largest number of groups in a layer; there are fewer if a group would have under 8 channels
+    groups:int=32 # The most groups in a layer; fewer if a group would have under 8 channels
 )->nn.Module: # `model`, or the group norm if `model` itself is a batch norm
-    """Replace each batch norm of `model` by a group norm with the same parameters (Wu and He, 2018, equation 7)
+    """Replace each batch norm of `model` by a group norm with the same parameters
 
-    Example: `to_group_norm(learn.model)`, before the first fit. Group norm sees one sample at a time, so slices change
-    nothing. A pretrained model has to be trained again. A batch norm without such a group norm raises a ValueError.
+    Example: `to_group_norm(learn.model)`, before the first fit. Group norm sees one sample at a time,
+    so slices change nothing. A pretrained model has to be trained again.
+    A batch norm without such a group norm raises a ValueError.
     https://fastai-accum.github.io/fastai_accum/extras/batchnorm.html"""
     if not isinstance(model, nn.Module):
         got = type(model).__name__
@@ -68,13 +74,13 @@ def to_group_norm(
 
 # %% ../../nbs/extras/batchnorm.ipynb #c10dd462
 class BatchNormEval(Callback):
-    """Keep the batch norms of the model in evaluation mode while it trains: they use their running statistics
+    """Keep the batch norms in evaluation mode in training: they use their running statistics
 
-    Example: `vision_learner(dls, resnet34, cbs=[AccumulateStep(4), BatchNormEval()])`, for a pretrained body.
+    Example: `vision_learner(dls, resnet34, cbs=[AccumulateStep(4), BatchNormEval()])`.
     https://fastai-accum.github.io/fastai_accum/extras/batchnorm.html"""
     knows_batch_norm = True   # no note about batch norm is needed
     def before_train(self):
-        "Put the batch norms into evaluation mode, after `TrainEvalCallback` has put the model into training mode"
+        "Put the batch norms into evaluation mode, after `TrainEvalCallback` has left it"
         for m in self.model.modules():
             if isinstance(m, _BatchNorm): m.eval()
 
@@ -83,16 +89,17 @@ def scale_bn_momentum(
     model:nn.Module, # Changed in place
     n_step:Real # Micro-batches in a window; 1 undoes it
 )->nn.Module: # `model`
-    "Make `n_step` updates of each batch norm's running statistics count as much as one update does by itself"
+    "Make `n_step` updates of the running statistics count as much as one does by itself"
     if isinstance(n_step, bool) or not isinstance(n_step, Real) or not 0<n_step<math.inf:
         raise ValueError(f"scale_bn_momentum: n_step must be a number above 0, got {n_step!r}")
     norms = [m for m in model.modules() if isinstance(m, _NormBase)]
     norms = [m for m in norms if m.track_running_stats and m.momentum is not None]
     for m in norms:
-        if not 0<=m.momentum<=1: raise ValueError(f"scale_bn_momentum: the momentum of {m} must be from 0 to 1")
+        if 0<=m.momentum<=1: continue
+        raise ValueError(f"scale_bn_momentum: the momentum of {m} must be from 0 to 1")
     for m in norms:
-        was,scaled = vars(m).get('unscaled_momentum', (None,None))   # so that a cell may run twice
-        was = was if m.momentum==scaled else m.momentum
+        was,scaled = vars(m).get('unscaled_momentum', (None,None))
+        if m.momentum!=scaled: was = m.momentum   # otherwise the cell has run before
         m.momentum = 1-(1-was)**(1/n_step)
         m.unscaled_momentum = was,m.momentum
     return model

@@ -14,58 +14,65 @@ from fastai.basics import *
 # %% ../../nbs/extras/clip.ipynb #a7b10127
 def unitwise_norm(
     x:Tensor # Parameter or gradient, with its units along the first axis
-)->Tensor: # Shape `(units,1,…)`; without an axis for a vector or a scalar, which is one unit
+)->Tensor: # Shape `(units,1,…)`; one number for a vector or a scalar, which is one unit
     "The norm of each unit of `x`"
-    return x.norm() if x.ndim<2 else torch.linalg.vector_norm(x, dim=tuple(range(1, x.ndim)), keepdim=True)
+    if x.ndim<2: return x.norm()
+    return torch.linalg.vector_norm(x, dim=tuple(range(1, x.ndim)), keepdim=True)
 
 # %% ../../nbs/extras/clip.ipynb #d509b959
 @torch.no_grad()
 def clip_grad_adaptive_(
     params, # Parameters; those without a gradient are left out
-    clip_factor:float=0.01, # λ: the largest allowed ratio of the norm of a unit's gradient to that of its weights
-    eps:float=1e-3 # ε: the norm of a unit's weights counts as at least this, so that weights of zero can move
+    clip_factor:float=0.01, # λ: the most that a gradient's norm may be of its weights' norm
+    eps:float=1e-3 # ε: weights count as at least this, so that those of zero can move
 ):
-    """Scale down, in place, the gradient of units that is too large for their weights (Brock et al., 2021, equation 3)
+    """Scale down, in place, the gradients that are too large for their weights (Brock et al., 2021)
 
-    Example: `clip_grad_adaptive_(model.parameters(), 0.01)` between `loss.backward()` and `opt.step()`.
+    Example: `clip_grad_adaptive_(model.parameters(), 0.01)`, just before `opt.step()`.
     https://fastai-accum.github.io/fastai_accum/extras/clip.html"""
     for p in params:
         if p.grad is None: continue
         most = unitwise_norm(p).clamp(min=eps)*clip_factor
-        p.grad.mul_((most/unitwise_norm(p.grad)).clamp(max=1))   # for a gradient of zero this is infinity, so 1
+        p.grad.mul_((most/unitwise_norm(p.grad)).clamp(max=1))   # infinity, so 1, for zero
 
 # %% ../../nbs/extras/clip.ipynb #cad47f3f
-def _head(model): return [m for m in model.modules() if isinstance(m, nn.Linear)][-1:]
-
 class AdaptiveGradientClip(Callback):
-    """Clip the gradient of each unit by the norm of its weights, once for each optimizer step (Brock et al., 2021)
+    """Clip the gradient of each unit by the norm of its weights, once for each optimizer step
 
-    Example: `cbs=[AccumulateStep(4), AdaptiveGradientClip(0.01)]`; it works without an `AccumulateStep` too.
+    Example: `cbs=[AccumulateStep(4), AdaptiveGradientClip(0.01)]`.
     https://fastai-accum.github.io/fastai_accum/extras/clip.html"""
-    order = 11   # as `GradientClip`, which we do not import: its module adds a progress bar to every `Learner`
+    # as `GradientClip`, which we do not import: its module adds a progress bar to every `Learner`
+    order = 11
     def __init__(self,
-        clip_factor:float=0.01, # λ: the largest allowed ratio of the norm of a unit's gradient to that of its weights
-        eps:float=1e-3, # ε: the norm of a unit's weights counts as at least this, so that weights of zero can move
-        exclude=None # A module or a list of modules that are not clipped; `None`: the last `nn.Linear`; `[]`: clip all
+        clip_factor:float=0.01, # λ: the most that a gradient's norm may be of its weights' norm
+        eps:float=1e-3, # ε: weights count as at least this, so that those of zero can move
+        exclude=None # Modules that are not clipped; `None`: the last `nn.Linear`; `[]`: clip all
     ):
-        for nm,v,d in (('clip_factor',clip_factor,0.01),('eps',eps,0.001)):
-            if isinstance(v, bool) or not isinstance(v, Real) or not 0<v<math.inf:
-                raise ValueError(f"AdaptiveGradientClip: {nm} must be a number above 0, such as {d}, got {v!r}")
+        for name,v,such in (('clip_factor',clip_factor,0.01),('eps',eps,0.001)):
+            if isinstance(v, Real) and not isinstance(v, bool) and 0<v<math.inf: continue
+            raise ValueError(f"AdaptiveGradientClip: {name} must be a number above 0, such as "
+                             f"{such}, got {v!r}")
         for m in L(exclude):
             if isinstance(m, nn.Module): continue
-            raise ValueError("AdaptiveGradientClip: exclude must hold modules of the model, such as learn.model[-1], "
-                             f"got {m!r}")
+            raise ValueError("AdaptiveGradientClip: exclude must hold modules of the model, "
+                             f"such as learn.model[-1], got {m!r}")
         store_attr()
 
-    def before_fit(self):
-        "Check that the model has the modules in `exclude`"
-        for m in L(self.exclude):
-            if any(o is m for o in self.model.modules()): continue
-            raise ValueError(f"AdaptiveGradientClip: exclude holds a module that the model does not have, {m!r}")
+# %% ../../nbs/extras/clip.ipynb #8f91b8cd
+@patch
+def before_fit(self:AdaptiveGradientClip):
+    "Check that the model has the modules in `exclude`"
+    for m in L(self.exclude):
+        if any(o is m for o in self.model.modules()): continue
+        raise ValueError("AdaptiveGradientClip: exclude holds a module that the model does "
+                         f"not have, {m!r}")
 
-    def before_step(self):
-        "Clip the gradients of the model"
-        exclude = _head(self.model) if self.exclude is None else L(self.exclude)
-        left_out = {id(p) for m in exclude for p in m.parameters()}
-        ps = [p for p in self.model.parameters() if id(p) not in left_out]
-        clip_grad_adaptive_(ps, self.clip_factor, self.eps)
+@patch
+def before_step(self:AdaptiveGradientClip):
+    "Clip the gradients of the model"
+    exclude = _head(self.model) if self.exclude is None else L(self.exclude)
+    left_out = {id(p) for m in exclude for p in m.parameters()}
+    ps = [p for p in self.model.parameters() if id(p) not in left_out]
+    clip_grad_adaptive_(ps, self.clip_factor, self.eps)
+
+def _head(model): return [m for m in model.modules() if isinstance(m, nn.Linear)][-1:]

@@ -16,20 +16,23 @@ from ..refusals import is_validation
 
 # %% ../../nbs/extras/precision.ipynb #a826efc7
 class GradAccumDtype(Callback):
-    """Sum the gradients of a window in `dtype`, and cast their mean to the dtype of the parameter at the boundary
+    """Sum the gradients of a window in `dtype`, and cast their mean to the dtype of the parameter
 
-    Example: `cbs=[AccumulateStep(4), GradAccumDtype()]`, for a model in bfloat16 or float16. It takes the memory of one
-    copy of the gradients in `dtype`, and refuses `DistributedDataParallel`.
+    Example: `cbs=[AccumulateStep(4), GradAccumDtype()]`, for a model in bfloat16 or float16.
+    It takes the memory of one copy of the gradients in `dtype`.
     https://fastai-accum.github.io/fastai_accum/extras/precision.html"""
-    order,run_valid = -math.inf,False  # so all other callbacks see complete gradients
+    order = -math.inf                  # so all other callbacks see complete gradients
+    run_valid = False
     win = sums = None                  # the window, and the sums of its gradients
     _stateattrs = 'win','sums'         # not copied, not saved
     __setattr__ = object.__setattr__   # fastai's also looks for each name in the model
     def __init__(self,
-        dtype:torch.dtype=torch.float32 # Float dtype of the sums, 16 bits or more; more precise parameters keep theirs
+        dtype:torch.dtype=torch.float32 # Of the sums; parameters that are more precise keep theirs
     ):
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or torch.finfo(dtype).bits<16:
-            raise ValueError(f"GradAccumDtype: dtype must be a floating dtype such as torch.float32, got {dtype!r}")
+        is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if not is_float or torch.finfo(dtype).bits<16:
+            raise ValueError("GradAccumDtype: dtype must be a floating dtype such as torch.float32, "
+                             f"got {dtype!r}")
         self.dtype = dtype
 
 # %% ../../nbs/extras/precision.ipynb #6a951add
@@ -49,8 +52,8 @@ def before_fit(self:GradAccumDtype):
 def before_train(self:GradAccumDtype):
     "Refuse a model whose gradients are added up over processes"
     if any(isinstance(m, DistributedDataParallel) for m in self.learn.model.modules()):
-        raise ValueError("GradAccumDtype: the model is in DistributedDataParallel, and the sums of this callback "
-                         "cannot be added up over processes; remove GradAccumDtype")
+        raise ValueError("GradAccumDtype: the model is in DistributedDataParallel, and the sums of "
+                         "this callback cannot be added up over processes; remove GradAccumDtype")
 
 # %% ../../nbs/extras/precision.ipynb #7088127e
 @patch
@@ -60,8 +63,9 @@ def around_batches(self:GradAccumDtype, learn):
     with ExitStack() as stack:
         if learn.training:
             stack.callback(vars(self).update, win=None, sums=None)
+            take = partial(self.take, in_charge(learn))
             for p in [p for p in parameters(learn) if p.requires_grad]:
-                stack.callback(p.register_post_accumulate_grad_hook(partial(self.take, in_charge(learn))).remove)
+                stack.callback(p.register_post_accumulate_grad_hook(take).remove)
         yield
 
 # %% ../../nbs/extras/precision.ipynb #29eb2ff5
@@ -69,18 +73,23 @@ def around_batches(self:GradAccumDtype, learn):
 def take(self:GradAccumDtype, acc, p):
     "Move the gradient of `p` to the sums of the window of `acc`"
     if acc.window is None: return
-    if self.win is not acc.window: self.win,self.sums = acc.window,{}
-    g,s = p.grad.to(torch.promote_types(p.dtype, self.dtype)),self.sums.pop(p, None)
+    if self.win is not acc.window:
+        self.win = acc.window
+        self.sums = {}
+    g = p.grad.to(torch.promote_types(p.dtype, self.dtype))
+    s = self.sums.pop(p, None)
     if s is not None: g = g.add_(s) if s.is_sparse else s.add_(g)
-    p.grad = g.to(p.dtype) if self.learn is None else None   # removed from the learner, it gives back what it has
-    if p.grad is None: self.sums[p] = g
+    is_removed = self.learn is None   # from the learner: then it gives back what it has
+    p.grad = g.to(p.dtype) if is_removed else None
+    if not is_removed: self.sums[p] = g
 
 # %% ../../nbs/extras/precision.ipynb #dfae2a96
 @patch
 def before_backward(self:GradAccumDtype):
     "Choose the constant"
     acc = in_charge(self.learn)
-    if acc.window and acc.scale is None: acc.scale = acc.window.weigh() or None   # 0 if no target counts
+    if acc.window and acc.scale is None:
+        acc.scale = acc.window.weigh() or None   # no constant yet if no target counts
 
 # %% ../../nbs/extras/precision.ipynb #85cec877
 @patch

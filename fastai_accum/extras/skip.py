@@ -15,12 +15,13 @@ from ..refusals import is_validation
 
 # %% ../../nbs/extras/skip.ipynb #1129bd5d
 class SkipNonFinite(Callback):
-    """Leave out micro-batches whose loss is NaN or infinite, and steps whose gradient is; needs an `AccumulateStep`
+    """Leave out micro-batches whose loss is NaN or infinite, and steps whose gradient is
 
-    Example: `cbs=[AccumulateStep(4), SkipNonFinite()]`. The first of each fit raises a warning; `n_micro` and `n_steps`
-    count what this fit has left out.
+    Example: `cbs=[AccumulateStep(4), SkipNonFinite()]`. The first of each fit raises a warning.
+    `n_micro` and `n_steps` count what this fit has left out. It needs an `AccumulateStep`.
     https://fastai-accum.github.io/fastai_accum/extras/skip.html"""
-    order,run_valid = 10.5,False   # after mixed precision, which skips the steps that overflow by its own scale
+    order = 10.5   # after mixed precision, which skips the steps that overflow by its own scale
+    run_valid = False
     def __init__(self): self.n_micro = self.n_steps = 0   # what this fit has left out, or the last one
 
     def before_fit(self):
@@ -36,7 +37,9 @@ class SkipNonFinite(Callback):
         win = in_charge(self.learn).window
         if self.learn.loss.isfinite().all() or not (win and win.weigh()): return
         self.n_micro += 1
-        if self.n_micro==1: self.warn(f"micro-batch {win.n_micro}", "left out", f"its loss is {self.learn.loss.item()}")
+        if self.n_micro==1:
+            why = f"its loss is {self.learn.loss.item()}"
+            self.warn(f"micro-batch {win.n_micro}", "left out", why)
         raise CancelBatchException
 
 # %% ../../nbs/extras/skip.ipynb #ffe5c0fe
@@ -47,10 +50,12 @@ def before_step(self:SkipNonFinite):
     finite = [(g.coalesce().values() if g.is_sparse else g).isfinite().all() for g in grads]
     if not finite or torch.stack([o.to(finite[0].device) for o in finite]).all(): return
     self.n_steps += 1
-    if self.n_steps==1: self.warn("the step", "skipped", "a gradient is NaN or infinite, and all losses are finite")
+    if self.n_steps==1:
+        self.warn("the step", "skipped", "a gradient is NaN or infinite, and all losses are finite")
     raise CancelStepException
 
 @patch
 def warn(self:SkipNonFinite, what, done, why):
     where = f"window {self.iter+1} in epoch {self.epoch}"
-    warnings.warn(f"SkipNonFinite: {what} of {where} is {done}, because {why}; this warning appears once in each fit")
+    warnings.warn(f"SkipNonFinite: {what} of {where} is {done}, because {why}; "
+                  "this warning appears once in each fit")

@@ -22,19 +22,22 @@ from ..state import ModelState,everybodys
 
 # %% ../../nbs/memory/checkpointing.ipynb #15266904
 class GradientCheckpointing(Callback):
-    """Compute the blocks of the model again in the backward pass, instead of keeping their activations
+    """Compute the blocks of the model again in the backward pass: keep no activations of them
 
-    Example: `cbs=GradientCheckpointing()` takes the repeated blocks of the model. The training is the same bit for bit,
-    and takes longer. A block that does not do the same twice is refused before the first step.
+    Example: `cbs=GradientCheckpointing()` takes the repeated blocks of the model.
+    The training is the same bit for bit, and takes longer.
+    A block that does not do the same twice is refused before the first step.
     https://fastai-accum.github.io/fastai_accum/memory/checkpointing.html"""
-    name,order = 'checkpointing',-100   # `learn.gradient_checkpointing` is the method
+    name = 'checkpointing'   # `learn.gradient_checkpointing` is the method
+    order = -100
     def __init__(self,
         blocks:Callable|list|None=None # A list of modules, or `module -> bool`; `None` finds them
     ):
         is_f = callable(blocks) and not isinstance(blocks, (nn.Module,L,type))
         if not (blocks is None or is_f or isinstance(blocks, (list,tuple,L))):
-            raise ValueError("GradientCheckpointing: blocks must be a list of modules, a function module -> bool such "
-                             f"as risinstance(MyBlock), or None, got {_short(blocks)}")
+            raise ValueError("GradientCheckpointing: blocks must be a list of modules, a function "
+                             "module -> bool such as risinstance(MyBlock), or None, "
+                             f"got {_short(blocks)}")
         self.blocks = blocks if blocks is None or is_f else list(blocks)
 
     def before_fit(self):
@@ -42,19 +45,22 @@ class GradientCheckpointing(Callback):
         if is_validation(self.learn): return
         found = self.found(self.learn)
         if self.blocks is None and len(found)==1:
-            warnings.warn(f"GradientCheckpointing: found one block only, {found[0]}, and to compute it again at once "
-                          "saves little; pass blocks=[...], a list of smaller modules", stacklevel=2)
+            warnings.warn(f"GradientCheckpointing: found one block only, {found[0]}, and to compute "
+                          "it again at once saves little; pass blocks=[...], a list of smaller "
+                          "modules", stacklevel=2)
 
-def _short(o): return f'{type(o).__name__}' if isinstance(o, nn.Module) else f'{o!r:.60}'
+def _short(o): return type(o).__name__ if isinstance(o, nn.Module) else f'{o!r:.60}'
 
 # %% ../../nbs/memory/checkpointing.ipynb #bbee7beb
 @patch
 def gradient_checkpointing(self:Learner,
     blocks:Callable|list|None=None # A list of modules, or `module -> bool`; `None` finds them
 )->Learner:
-    "Add a `GradientCheckpointing` in place of an earlier one; example: `learn.gradient_checkpointing().fit(3)`"
-    cb = GradientCheckpointing(blocks)
-    return self.remove_cbs(self.cbs.filter(lambda o: isinstance(o, GradientCheckpointing))).add_cb(cb)
+    """Add a `GradientCheckpointing` in place of an earlier one
+
+    Example: `learn.gradient_checkpointing().fit(3)`"""
+    earlier = self.cbs.filter(risinstance(GradientCheckpointing))
+    return self.remove_cbs(earlier).add_cb(GradientCheckpointing(blocks))
 
 # %% ../../nbs/memory/checkpointing.ipynb #ccc1a136
 def find_blocks(
@@ -67,9 +73,12 @@ def find_blocks(
 
 # %% ../../nbs/memory/checkpointing.ipynb #c59737d9
 class Recompute:
-    "Runs `forward` of the modules `ms` and keeps its arguments only; the backward pass runs it again"
+    "Runs `forward` of the modules `ms`, and again in the backward pass; keeps only its arguments"
     def __init__(self, name, forward, ms, generators=None):
-        self.name,self.forward,self.ms,self.generators = name,forward,nn.ModuleList(ms),generators
+        self.name = name
+        self.forward = forward
+        self.ms = nn.ModuleList(ms)
+        self.generators = generators
 
     def __call__(self, *args, **kwargs):
         if not torch.is_grad_enabled(): return self.forward(*args, **kwargs)
@@ -78,32 +87,43 @@ class Recompute:
         first = [(args,kwargs)]
         def run(*flat):
             if first: return self._first(*first.pop())
-            args,kwargs = tree_unflatten(list(flat), spec)   # its lists as they were: a DenseNet appends to them later
+            # its lists as they were: a DenseNet appends to them later
+            args,kwargs = tree_unflatten(list(flat), spec)
             with state.again(): return self.forward(*args, **kwargs)
+        # `state` puts back the random numbers, so PyTorch need not. A checkpoint that is not reentrant
+        # takes any arguments, and gives gradients to parameters if no input needs one
         return checkpoint(run, *flat, use_reentrant=False, preserve_rng_state=False)
 
     def _first(self, args, kwargs):
+        "The first run, which must not change what the second one gets"
         ts = [o for o in tree_flatten((args,kwargs))[0] if isinstance(o, Tensor)]
         versions = [o._version for o in ts]
         res = self.forward(*args, **kwargs)
         if versions==[o._version for o in ts]: return res
-        raise RuntimeError(f"GradientCheckpointing: {self.name} changes its input in place, so it cannot be computed "
-                           "again; leave it out of blocks")
+        raise RuntimeError(f"GradientCheckpointing: {self.name} changes its input in place, so it "
+                           "cannot be computed again; leave it out of blocks")
 
 # %% ../../nbs/memory/checkpointing.ipynb #4cb0842d
 @patch
 @contextmanager
 def around_batches(self:GradientCheckpointing, learn):
     "A context in which the model keeps no activations of its blocks, if it trains"
-    generators,chains = everybodys(learn.model),{}
     with ExitStack() as stack:
-        for b in self.found(learn) if learn.training else ():
-            if b.part is None: stack.enter_context(lent(b.m, forward=Recompute(b.name, b.m.forward, b.ms, generators)))
-            else: chains.setdefault(id(b.m), []).append(b)
-        for bs in chains.values(): stack.enter_context(lent(bs[0].m, forward=Chain(bs, generators)))
-        if learn.training and self.prove: stack.enter_context(self.proving(learn))
+        if learn.training:
+            generators = everybodys(learn.model)
+            for m,blocks in groupby(self.found(learn), 'm').items():
+                forward = _recomputing(m, blocks, generators)
+                stack.enter_context(lent(m, forward=forward))
+            if self.prove: stack.enter_context(self.proving(learn))
         yield
 
+def _recomputing(m, blocks, generators):
+    "`forward` of `m` with its `blocks` computed again: `m` itself, or some of its children"
+    b = blocks[0]
+    if b.part is None: return Recompute(b.name, m.forward, b.ms, generators)
+    return Chain(blocks, generators)
+
+# %% ../../nbs/memory/checkpointing.ipynb #3efbad16
 @patch
 def prove(self:GradientCheckpointing, learn, xb):
     "Try the recomputation on copies of the model, before the first step"
@@ -124,17 +144,18 @@ class Chain:
     "`forward` of a `nn.Sequential`, in which `blocks` are groups of neighbouring children"
     def __init__(self, blocks, generators):
         self.m = blocks[0].m
-        def again(b): return Recompute(str(b), partial(self._run, b.part), b.ms, generators)
-        self.runs = {b.part.start:(b.part.stop,again(b)) for b in blocks}
+        def again(b): return Recompute(str(b), partial(self._through, b.part), b.ms, generators)
+        self.starts = {b.part.start:(b.part.stop,again(b)) for b in blocks}
 
-    def _run(self, part, x):
+    def _through(self, part, x):
         for m in list(self.m)[part]: x = m(x)
         return x
 
     def __call__(self, x):
-        i,ms = 0,list(self.m)
+        ms = list(self.m)
+        i = 0
         while i<len(ms):
-            i,f = self.runs.get(i, (i+1,ms[i]))
+            i,f = self.starts.get(i, (i+1,ms[i]))
             x = f(x)
         return x
 
@@ -148,16 +169,20 @@ class Block:
 
     @property
     def ms(self): return [self.m] if self.part is None else list(self.m)[self.part]
-    def __repr__(self): return self.name if self.part is None else f'{self.name}[{self.part.start}:{self.part.stop}]'
 
-def _is_chain(m): return isinstance(m, nn.Sequential) and getattr(m.forward, '__func__', None) is nn.Sequential.forward
+    def __repr__(self):
+        if self.part is None: return self.name
+        return f'{self.name}[{self.part.start}:{self.part.stop}]'
 
 # %% ../../nbs/memory/checkpointing.ipynb #3bd45e96
-_pools = tuple(getattr(nn.modules.pooling, f'_{nm}PoolNd') for nm in ('Max','Avg','AdaptiveMax','AdaptiveAvg'))
+def _is_chain(m):
+    own = getattr(m.forward, '__func__', None)
+    return isinstance(m, nn.Sequential) and own is nn.Sequential.forward
 
 def _is_layer(m):
     "Whether `m` is a layer, or a chain of layers"
-    children = [c for k,c in m.named_children() if k!='parametrizations']   # how its weights are computed
+    # parametrizations compute its weights
+    children = [c for k,c in m.named_children() if k!='parametrizations']
     if not children or not list(m.parameters()) or isinstance(m, ParametrizationList): return True
     return _is_chain(m) and all(map(_is_layer, m))
 
@@ -180,24 +205,31 @@ def _find(m, name):
 
 def _join(name, k): return f'{name}.{k}' if name else k
 
+# %% ../../nbs/memory/checkpointing.ipynb #e0ea066e
+_pools = tuple(getattr(nn.modules.pooling, f'_{o}PoolNd')
+               for o in ('Max','Avg','AdaptiveMax','AdaptiveAvg'))
+
 def _in_chain(m, name):
-    "The blocks of a `nn.Sequential`: neighbouring layers up to a pooling layer, and the blocks of its other children"
+    "The blocks of a `nn.Sequential`"
     start = 0
     for i,(k,c) in enumerate(m.named_children()):
         pools = any(isinstance(o, _pools) for o in c.modules())
         if not _is_layer(c) or pools and _is_chain(c):
-            yield from _run(m, name, start, i)
+            yield from _in_row(m, name, start, i)
             yield from _find(c, _join(name, k))
-        elif pools: yield from _run(m, name, start, i+1)
+        elif pools: yield from _in_row(m, name, start, i+1)
         else: continue
         start = i+1
-    yield from _run(m, name, start, len(m))
+    yield from _in_row(m, name, start, len(m))
+
+# %% ../../nbs/memory/checkpointing.ipynb #50cc8a2d
+_many = 12   # layers; the longest row of a VGG has 10
 
 def _leaves(m): return [c for c in m.modules() if not list(c.children())]
-def _in_place(m): return getattr(_leaves(m)[0], 'inplace', False)   # it would change the input of a block, which is kept
+def _in_place(m): return getattr(_leaves(m)[0], 'inplace', False)
 
-def _run(m, name, i, j):
-    "Children `i` to `j` of `m`; of n layers, if they are many, about √n in each block (Chen et al., 2016, section 4.1)"
+def _in_row(m, name, i, j):
+    "The blocks of the layers `i` to `j` of `m`; of n that are many, about √n in each"
     while i<j and _in_place(m[i]): i += 1
     sizes = [len(_leaves(c)) for c in list(m)[i:j]]
     most = sum(sizes)**.5 if sum(sizes)>_many else math.inf
@@ -211,25 +243,25 @@ def _run(m, name, i, j):
         size = 0
 
 def _piece(m, name, i, j):
-    "Children `i` to `j` of `m`, if they are more than one layer"
+    "Children `i` to `j` of `m`, if they are more than one layer, and have parameters"
     ms = [o for c in list(m)[i:j] for o in _leaves(c)]
     if len(ms)>1 and any(list(o.parameters()) for o in ms): yield Block(name, m, slice(i, j))
-
-_many = 12   # layers; the longest run of a VGG has 10
 
 # %% ../../nbs/memory/checkpointing.ipynb #352fa147
 @patch
 def found(self:GradientCheckpointing, learn):
     "The blocks of the learner's model"
-    model,blocks = get_model(learn.model),self.blocks
+    model = get_model(learn.model)
+    blocks = self.blocks
     _check(model)
     if blocks is None: res = find_blocks(model)
     elif callable(blocks): res = [Block(k, m) for k,m in model.named_modules() if blocks(m)]
     else: res = [_named(model, i, m) for i,m in enumerate(blocks)]
     if not res:
         how = 'found no blocks in' if blocks is None else 'blocks selects no module of'
-        raise ValueError(f"GradientCheckpointing: {how} the model {type(model).__name__}; pass blocks=[...], "
-                         "a list of modules, or blocks=f, a function module -> bool, such as risinstance(MyBlock)")
+        raise ValueError(f"GradientCheckpointing: {how} the model {type(model).__name__}; "
+                         "pass blocks=[...], a list of modules, or blocks=f, a function "
+                         "module -> bool, such as risinstance(MyBlock)")
     if blocks is not None: _check_apart(res)
     return res
 
@@ -238,22 +270,26 @@ def _check_apart(blocks):
     for b in blocks:
         if id(b.m) not in outer: continue
         where = outer[id(b.m)].name or 'the model'
-        raise ValueError(f"GradientCheckpointing: blocks overlap, since {b.name} is inside {where}; keep one of them")
+        raise ValueError(f"GradientCheckpointing: blocks overlap, since {b.name} is inside {where}; "
+                         "keep one of them")
 
 # %% ../../nbs/memory/checkpointing.ipynb #5b16a2e7
 def _named(model, i, m):
     "The `i`th of the user's blocks"
     names = {id(o):k for k,o in model.named_modules()}
-    if id(m) in names and not isinstance(m, (nn.ModuleList,nn.ModuleDict)): return Block(names[id(m)], m)
-    if id(m) in names: why = 'a list of modules, which the model never calls'
-    else: why = 'which is not in the model' if isinstance(m, nn.Module) else 'which is not a module'
-    raise ValueError(f"GradientCheckpointing: blocks[{i}] is {_short(m)}, {why}; pass modules of learn.model")
+    if not isinstance(m, nn.Module): why = 'which is not a module'
+    elif id(m) not in names: why = 'which is not in the model'
+    elif isinstance(m, (nn.ModuleList,nn.ModuleDict)):
+        why = 'a list of modules, which the model never calls'
+    else: return Block(names[id(m)], m)
+    raise ValueError(f"GradientCheckpointing: blocks[{i}] is {_short(m)}, {why}; "
+                     "pass modules of learn.model")
 
 def _check(model):
     "Refuse compiled and scripted models, whose blocks cannot be replaced"
     for k,m in model.named_modules():
         is_scripted = isinstance(m, torch.jit.ScriptModule)
-        if is_scripted or is_compiled(m):
-            kind = 'scripted' if is_scripted else 'compiled'
-            raise ValueError(f"GradientCheckpointing: {k or 'the model'} is {kind}, so its blocks cannot be "
-                             f"replaced; train the model that is not {kind}")
+        if not is_scripted and not is_compiled(m): continue
+        kind = 'scripted' if is_scripted else 'compiled'
+        raise ValueError(f"GradientCheckpointing: {k or 'the model'} is {kind}, so its blocks cannot "
+                         f"be replaced; train the model that is not {kind}")

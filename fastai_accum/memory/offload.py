@@ -24,19 +24,22 @@ from ..slices import leaves
 class OffloadActivations(Callback):
     """Keep what the backward pass needs in the memory of the host, except parameters and buffers
 
-    Example: `cbs=OffloadActivations()`. The training is the same bit for bit. It saves memory of an accelerator, none of a CPU.
+    Example: `cbs=OffloadActivations()`. The training is the same bit for bit.
+    It saves memory of an accelerator, none of a CPU.
     https://fastai-accum.github.io/fastai_accum/memory/offload.html"""
     name  = 'offloading'   # `learn.offload_activations` is the method
     order = -90   # after `GradientCheckpointing`, to keep what its blocks begin with on the host
     def __init__(self, **kwargs):
-        if kwargs: raise TypeError(f"OffloadActivations: write OffloadActivations(), without arguments; got {kwargs}")
+        if not kwargs: return
+        raise TypeError("OffloadActivations: write OffloadActivations(), without arguments; "
+                        f"got {kwargs}")
 
     @contextmanager
     def around_batches(self, learn):
         "The model with its activations on the host, if it trains"
-        if not learn.training: yield; return
         model = get_model(learn.model)
-        with lent(model, forward=partial(_forward, Host(model), model.forward)): yield
+        forward = partial(_forward, Host(model), model.forward)
+        with lent(model, forward=forward) if learn.training else nullcontext(): yield
 
 def _forward(host, forward, *args, **kwargs):
     if not torch.is_grad_enabled(): return forward(*args, **kwargs)
@@ -46,76 +49,91 @@ def _forward(host, forward, *args, **kwargs):
 # %% ../../nbs/memory/offload.ipynb #6c6acd2e
 @patch
 def offload_activations(self:Learner)->Learner:
-    "Add an `OffloadActivations` in place of an earlier one; example: `learn.offload_activations().fit(3)`"
-    return self.remove_cbs(self.cbs.filter(lambda o: isinstance(o, OffloadActivations))).add_cb(OffloadActivations())
+    """Add an `OffloadActivations` in place of an earlier one
+
+    Example: `learn.offload_activations().fit(3)`"""
+    earlier = self.cbs.filter(risinstance(OffloadActivations))
+    return self.remove_cbs(earlier).add_cb(OffloadActivations())
 
 # %% ../../nbs/memory/offload.ipynb #d9fa9ce9
 class Kept:
-    "A tensor with its values on the host; `before` is a weak reference to the `Kept` made before it"
-    ahead = None   # the tensor back on its device, and the event that says when its values have arrived
-    def __init__(self, t, device, before): self.t,self.device,self.before = t,device,before
+    "A tensor `t` with its values on the host"
+    def __init__(self, t, device, before):
+        self.t,self.device = t,device
+        self.before = before   # a weak reference to the `Kept` made before it
+        self.ahead = None      # the tensor back on its device, and the event of its arrival
 
 # %% ../../nbs/memory/offload.ipynb #ab445772
+def _is_here(t): return t.device.type in ('cpu','meta')   # on the host already
+
+def _is_plain(t):
+    "Whether `t` is an ordinary tensor, and not of a class with its own operations"
+    if t.layout is not torch.strided or t.is_quantized or t.is_nested: return False
+    return type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
+
 class Host:
     "Keeps tensors in the memory of the host, except what `model` holds anyway"
     least = 1024   # bytes of the smallest tensor that moves
-    share = 1/128  # of the bytes that a forward pass has put here, as many may be on their way at the same time
+    share = 1/128  # of the bytes that a forward pass puts here, so many may be on their way at once
     made = WeakValueDictionary()   # the tensors on the host, by their address
     def __init__(self,
         model:nn.Module, # Its parameters and buffers, and views of them, stay where they are
         looks_ahead:bool=True # Whether to fetch what the backward pass asks for next
     ):
-        self.model,self.looks_ahead = model,looks_ahead
-        self.leaving,self.coming = deque(),WeakSet()   # tensors and `Kept`s that are on their way
-        self.n_bytes = self.most = self.largest = 0   # put here in this forward pass, at most in one, and at once
-        self.last = None
+        self.model = model
+        self.looks_ahead = looks_ahead
+        self.leaving = deque()   # tensors that are on their way here, with the events of their arrival
+        self.coming = WeakSet()  # `Kept`s that are on their way back
+        self.n_bytes = 0         # put here in this forward pass
+        self.most = 0            # the most in one forward pass
+        self.largest = 0         # the bytes of the largest tensor
+        self.last = None         # a weak reference to the last `Kept`
         self._look()
 
-    def _look(self, *inputs):
-        own = chain(self.model.parameters(), self.model.buffers(), (o for _,o in leaves(inputs)))
-        self.own = {o.untyped_storage().data_ptr() for o in own if isinstance(o, Tensor) and _is_plain(o)}
-
-def _is_here(t): return t.device.type in ('cpu','meta')   # on the host already
-
 # %% ../../nbs/memory/offload.ipynb #4f733f2b
-def _is_plain(t):
-    "Whether `t` is an ordinary tensor: not sparse, quantized or nested, and not of a class with its own operations"
-    if t.layout is not torch.strided or t.is_quantized or t.is_nested: return False
-    return type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
+@patch
+def _look(self:Host, *inputs):
+    "Note the memory that stays, since the learner holds it: of the model and of `inputs`"
+    ts = chain(self.model.parameters(), self.model.buffers(), (o for _,o in leaves(inputs)))
+    plain = [t for t in ts if isinstance(t, Tensor) and _is_plain(t)]
+    self.own = {t.untyped_storage().data_ptr() for t in plain}
 
 @patch
 def stays(self:Host, t):
     "Whether `t` stays where it is"
-    if not _is_plain(t) or _is_here(t): return True
-    if t.nbytes<self.least or t.untyped_storage().nbytes()<t.nbytes: return True   # the copy of an expanded tensor is larger
+    if not _is_plain(t) or _is_here(t) or t.nbytes<self.least: return True
+    is_expanded = t.untyped_storage().nbytes()<t.nbytes   # then its copy is larger
     ptr = t.untyped_storage().data_ptr()
-    return ptr in self.own or ptr in self.made
+    return is_expanded or ptr in self.own or ptr in self.made
 
 # %% ../../nbs/memory/offload.ipynb #477dd721
 @lru_cache(None)
 def side_stream(device): return api(device).Stream(device)   # for the copies from and to `device`
+
+def _current(device): return api(device).current_stream(device)
 
 @patch
 def room(self:Host):
     "The bytes that may be on their way: those of the largest tensor, but a small part of all"
     return min(self.share*self.most, self.largest)
 
+# %% ../../nbs/memory/offload.ipynb #1ffbc3d9
 @patch
 def _send(self:Host, t, host):
     "Copy `t` to `host` while the model goes on"
-    side,current = side_stream(t.device),api(t.device).current_stream(t.device)
-    side.wait_stream(current)
+    side = side_stream(t.device)
+    side.wait_stream(_current(t.device))   # until here, the model may write to `t`
     self._let_go(self.room()-t.nbytes)
     with api(t.device).stream(side): host.copy_(t, non_blocking=True)
     self.leaving.append((t, side.record_event()))
 
 @patch
 def _let_go(self:Host, most):
-    "Let go of tensors that have left, until at most `most` bytes are on their way; the model waits for the others"
+    "Let go of tensors that have left, until at most `most` bytes are on their way"
     n = sum(t.nbytes for t,_ in self.leaving)
     while self.leaving and n>most:
-        t,event = self.leaving.popleft()
-        api(t.device).current_stream(t.device).wait_event(event)   # or their memory would be used again too early
+        t,arrived = self.leaving.popleft()
+        _current(t.device).wait_event(arrived)   # before the model uses their memory again
         n -= t.nbytes
 
 @patch
@@ -125,26 +143,28 @@ def __del__(self:Host): self._let_go(0)   # after an error
 @patch
 def _start(self:Host, o):
     "Begin to copy the values of `o` back"
-    side,current = side_stream(o.device),api(o.device).current_stream(o.device)
+    side = side_stream(o.device)
     t = torch.empty_like(o.t, device=o.device)
-    side.wait_stream(current)   # until here, the model may use the same memory
+    side.wait_stream(_current(o.device))   # until here, the model may use the same memory
     with api(o.device).stream(side): t.copy_(o.t, non_blocking=True)
     t.record_stream(side)   # `t` may be freed before the copy is done
     o.ahead = t,side.record_event()
 
 @patch
 def _fetch(self:Host, o):
-    "The values of `o`; begin to copy those that were put before it, which the backward pass asks for next"
+    "The values of `o`"
     self._let_go(0)
     if o.ahead is None: self._start(o)
-    (t,event),o.ahead = o.ahead,None
+    t,arrived = o.ahead
+    o.ahead = None
     self.coming.discard(o)
-    api(o.device).current_stream(o.device).wait_event(event)
+    _current(o.device).wait_event(arrived)
     if self.looks_ahead: self._look_ahead(o)
     return t
 
 @patch
 def _look_ahead(self:Host, o):
+    "Begin to copy what was put before `o`, which the backward pass asks for next"
     room = self.room() - sum(k.t.nbytes for k in self.coming)
     while (o := o.before and o.before()) and o.t.nbytes<=room:
         if o.ahead is not None: continue
@@ -160,11 +180,13 @@ def put(self:Host, t):
     t = t.detach().as_subclass(Tensor)
     host = torch.empty_like(t, device='cpu', pin_memory=has_streams(t.device))
     self.n_bytes += t.nbytes
-    self.most,self.largest = max(self.most, self.n_bytes),max(self.largest, t.nbytes)
+    self.most    = max(self.most, self.n_bytes)
+    self.largest = max(self.largest, t.nbytes)
     if has_streams(t.device): self._send(t, host)
     else: host.copy_(t)
     res = Kept(host, t.device, self.last)
-    self.made[host.untyped_storage().data_ptr()],self.last = res,ref(res)
+    self.made[host.untyped_storage().data_ptr()] = res
+    self.last = ref(res)
     return res
 
 @patch
@@ -177,11 +199,11 @@ def get(self:Host, o):
 @patch
 @contextmanager
 def hooks(self:Host, *inputs):
-    "A context that keeps on the host what autograd saves, except `inputs`, which the learner holds anyway"
+    "A context that keeps on the host what autograd saves, except `inputs`"
     self._look(*inputs)
-    if all(_is_here(p) for p in self.model.parameters()): yield; return
+    is_here = all(_is_here(p) for p in self.model.parameters())
     try:
-        with saved_tensors_hooks(self._pack, self._unpack): yield
+        with nullcontext() if is_here else saved_tensors_hooks(self._pack, self._unpack): yield
     finally: self._let_go(0)
 
 @patch
@@ -193,6 +215,7 @@ def _pack(self:Host, t):
 def _unpack(self:Host, kept):
     o,version = kept
     if version is not None and o._version!=version:   # with hooks, PyTorch does not check
-        raise RuntimeError(f"OffloadActivations: a tensor of shape {list(o.shape)}, which the backward pass needs, "
-                           "has been modified by an inplace operation; change a copy instead")
+        raise RuntimeError(f"OffloadActivations: a tensor of shape {list(o.shape)}, which the backward "
+                           "pass needs, has been modified by an inplace operation; "
+                           "change a copy instead")
     return self.get(o)
