@@ -67,7 +67,7 @@ def _repr_html_(self:Check):
 class SwitchOff(Callback):
     "Switches off in the model what is not `on`"
     order = 10_001   # after augmentations, which draw for themselves
-    def __init__(self, on, seed): self.on,self.seed = on,seed
+    def __init__(self, on, seed): store_attr()
     def before_fit(self):
         self.model.forward = partial(self.run, self.model.forward)
         self.learn._backward = partial(self.run, self.learn._backward)
@@ -89,16 +89,18 @@ _never = ('ProgressCallback','MixedPrecision','NonNativeMixedPrecision','Distrib
 class Bench:
     "Trains `learn` for one step in float64, on at most `bs` samples of its first batch"
     def __init__(self, learn, was, batch, bs, tick=noop):
-        self.learn,self.was,self.tick = learn,was,tick
+        store_attr('learn,was,tick')
         self.model = eager(get_model(learn.model))
         self.loss = learn.loss_func
-        self.acc,self.cut = (first(learn.cbs, risinstance(o)) for o in (AccumulateStep,MicroBatch))
+        self.acc = first(learn.cbs, risinstance(AccumulateStep))
+        self.cut = first(learn.cbs, risinstance(MicroBatch))
         self.savers = learn.cbs.filter(risinstance((GradientCheckpointing,OffloadActivations)))
         on = accumulation_settings()
         self.is_own = bool(self.acc or self.cut or on or self.savers)
         if not self.acc and (on or not self.is_own): self.acc = AccumulateStep(**(on or dict(n_step=2)))
         self.cbs = [o for o in (self.acc,self.cut,*self.savers) if o]
-        self.suspects = [o for o in learn.cbs if type(o) not in defaults.callbacks and not risinstance(_never, o)]
+        added = [o for o in learn.cbs if type(o) not in defaults.callbacks]
+        self.suspects = [o for o in added if not risinstance(_never, o)]
         self.plan(batch, bs)
 
 # %% ../../nbs/inside/check.ipynb #c1000005
@@ -108,9 +110,11 @@ def plan(self:Bench, batch, bs):
     device = torch.device(getattr(self.learn.dls, 'device', None) or next(self.model.parameters()).device)
     self.device = device if has_float64(device) else torch.device('cpu')
     n = min(bs, n_of(self.learn.dls, batch))
-    if n<2: raise ValueError(f"check_accumulation: the first training batch has {n} sample, and at least 2 are needed"
-                             "; set a larger batch size in the loader")
-    self.yours = self.cut.bs if self.cut and self.cut.bs!='auto' else batch_size(self.learn.dls.train)
+    if n<2:
+        raise ValueError(f"check_accumulation: the first training batch has {n} sample, and at least 2 are needed; "
+                         "set a larger batch size in the loader")
+    is_cut = self.cut and self.cut.bs!='auto'
+    self.yours = self.cut.bs if is_cut else batch_size(self.learn.dls.train)
     self.per_batch = 1 + bool(self.acc and self.cut)   # micro-batches in a batch of a window
     self.size = size = max(1, min(self.yours or n, n//(2*self.per_batch)))
     uneven = [k for k in range(n, size, -1) if math.gcd(k, size)==1 and k%size!=1]
@@ -128,7 +132,7 @@ def take(self:Bench, batch, is_corner=False):
 # %% ../../nbs/inside/check.ipynb #chk00007
 @patch
 def corners(self:Bench, size=32):
-    "The batch with a corner of each image; `None` if it has no large images, or if its targets are not one value or a row"
+    "The batch with a corner of each image; `None` without large images, or if a target has two dimensions or more"
     def part(o): return o[...,:size,:size] if o.ndim==4 else o
     targets = self.batch[n_inputs(self.learn.dls, self.batch):]
     is_image = any(part(o).shape!=o.shape for _,o in leaves(self.batch))
@@ -140,12 +144,12 @@ def whole(self:Bench, *cbs): return [self.batch],cbs
 
 @patch
 def windows(self:Bench, size=None, **kwargs):
-    "Batches of the loader, and the learner's own callbacks for micro-batches of `size`; the first one gets `kwargs`"
+    "Batches of the loader, and the learner's own callbacks for slices of `size`; the first one gets `kwargs`"
     size = size or self.size
     cbs = list(map(copy, self.cbs))
     vars(cbs[0]).update(kwargs)
     for o in cbs:
-        if isinstance(o, AccumulateStep): o.n_step,o.n_samples = None,self.n
+        if isinstance(o, AccumulateStep): vars(o).update(n_step=None, n_samples=self.n)
         if isinstance(o, MicroBatch): o.bs = size
     return self.split(self.batch, size*self.per_batch if self.acc else self.n),cbs
 
@@ -156,8 +160,11 @@ def ready(self:Bench, batches, on):
     learn = self.learn
     self.was.put_back()
     for t,*_ in self.was.tensors:
-        if t.is_leaf: t.grad,t.data = None,double(t.detach().to(self.device, copy=True))
-    learn.remove_cbs([o for o in learn.cbs if risinstance(_never, o) or o in self.suspects and o not in on])
+        if not t.is_leaf: continue
+        t.grad = None
+        t.data = double(t.detach().to(self.device, copy=True))
+    learn.remove_cbs(learn.cbs.filter(risinstance(_never)))
+    learn.remove_cbs([o for o in self.suspects if o not in on])
     dls = copy(learn.dls)
     dl = Given(learn.dls.train, batches, n_of(learn.dls, batches[0]))
     vars(dls).update(train=dl, loaders=[dl], _device=self.device)
@@ -172,7 +179,8 @@ def run(self:Bench, way, on, seed=0, line=None):
     if key in self.runs: return self.runs[key]
     self.tick()
     batches,cbs = way()
-    learn,seen = self.learn,Seen()
+    learn = self.learn
+    seen = Seen()
     self.ready(batches, on)
     if 'loss' not in on:
         learn.loss_func = plain_loss
@@ -190,7 +198,9 @@ def run(self:Bench, way, on, seed=0, line=None):
 def error(self:Bench, on, way=None, line=None):
     "The error of a step in the learner's own micro-batches, or in another `way`"
     for seed in range(3 if 'dropout' in on else 1):
-        part,whole = (self.run(o, on, seed, line).kept['the gradient'][0] for o in (way or self.windows, self.whole))
+        def grad(way): return self.run(way, on, seed, line).kept['the gradient'][0]
+        part = grad(way or self.windows)
+        whole = grad(self.whole)
         if not 0<whole[1].norm()<math.inf:
             raise ValueError(f"check_accumulation: the gradient of the first {self.n} samples is zero or not finite; "
                              "does the loss ignore all their labels, or not depend on the model?")
@@ -200,7 +210,8 @@ def error(self:Bench, on, way=None, line=None):
 @patch
 def first_error(self:Bench):
     "The error with everything on: on a corner of each image, if the model and the loss take that"
-    on,full = [*_kinds, *self.suspects],self.batch
+    on = [*_kinds, *self.suspects]
+    full = self.batch
     if (batch := self.corners()) is not None:
         self.take(batch, True)
         try: return self.error(on)
@@ -212,26 +223,37 @@ def first_error(self:Bench):
 def causes(self:Bench):
     "Find the suspects that make an error, and what is left"
     on = [o for o in self.suspects if not self.runs_without(o)]
-    found,rest = {},self.error(on)
+    rest = self.error(on)
+    found = {}
     for k in ('loss', *(o for o in self.suspects if o not in on), 'batch norm', 'dropout'):
         e = self.error([*on, k])
-        if e>_tol and abs(e-rest)>1e-6*rest and (k!='loss' or rest<=_tol): found[k] = e,[*on, k]
-        else: on,rest = [*on, k],e
+        is_cause = e>_tol and abs(e-rest)>1e-6*rest
+        if is_cause and (k!='loss' or rest<=_tol): found[k] = e,[*on, k]
+        else:
+            on = [*on, k]
+            rest = e
     if rest>_tol: found['unknown'] = rest,on
     self.ways = ('exact','coupled') if {'batch norm','dropout'} & {*found} else ('coupled','exact')
     return [self.explained(k, *found[k]) for k in (*_kinds, *self.suspects, 'unknown') if k in found]
 
 @patch
 def runs_without(self:Bench, o):
+    "Whether the learner makes a step without the callback `o`"
     try: return self.run(self.whole, [*_kinds, *(p for p in self.suspects if p is not o)])
-    except Exception: return False
+    except Exception as e:   # such as the `AttributeError` of what needs `o`
+        if is_our_bug(e): raise
+        return False
 
 # %% ../../nbs/inside/check.ipynb #c1000014
 @patch
 def explained(self:Bench, k, err, on):
     "The `Cause` for suspect `k`, with its remedy"
-    if not isinstance(k, str): kind,where = 'augmentation' if hasattr(type(k), 'before_batch') else 'callback',type(k).__name__
-    else: kind,where = k,self.begins(k, on)
+    if isinstance(k, str):
+        kind = k
+        where = self.begins(k, on)
+    else:
+        kind = 'augmentation' if hasattr(type(k), 'before_batch') else 'callback'
+        where = type(k).__name__
     return Cause(kind, where or type(self.model).__name__, err, '; or '.join(self.remedies(kind, on)))
 
 @patch
@@ -252,7 +274,7 @@ def mends(self:Bench, on, cb=None, line=None, **kwargs):
         if getattr(cb, 'exact', False): refuse(self.learn.model)
         if getattr(cb, 'prove', None): self.prove(cb)
         return True
-    except Exception as e:
+    except Exception as e:   # what the learner's own code raises, with this remedy
         if is_our_bug(e): raise
         return False
 
@@ -280,7 +302,8 @@ class Remedy:
     def __repr__(self): return self.text
 
 _counts = {   # of these, the sum
-    '({}!=0)':lambda y: y!=0, '({}!=-100)':lambda y: y!=-100, '({}>=0)':lambda y: y>=0, '({}>0)':lambda y: y>0,
+    '({}!=0)':lambda y: y!=0, '({}!=-100)':lambda y: y!=-100,
+    '({}>=0)':lambda y: y>=0, '({}>0)':lambda y: y>0,
     '(~{}.isnan())':lambda y: ~y.isnan(), '{}':noop}
 
 def _count(count, i, pred, *yb): return count(leaves(yb)[i][1]).sum()
@@ -306,7 +329,8 @@ def remedies(self:Bench, kind, on):
     if kind=='loss' and (good := first(o for o in self.settings() if mends(size=1, **o))):
         vars(cb := copy(self.cbs[0])).update(good)
         return [shown(cb)]
-    res = [self.whole_line(good)] if (good := first(k for k in self.ways if mends(self.micro(k, self.size)))) else []
+    good = first(k for k in self.ways if mends(self.micro(k, self.size)))
+    res = [self.whole_line(good)] if good else []
     if kind=='batch norm': res += [o.text for o in _of_norms if mends(line=o)]
     if kind=='dropout': res.append('do nothing: other dropout masks are just as good')
     if kind=='unknown' and not res: res.append('rewrite the module so that it computes each sample by itself')
@@ -322,7 +346,8 @@ def whole_line(self:Bench, arg):
     "The line with a `MicroBatch` that has `arg`"
     instead = ' instead of AccumulateStep' if self.is_own and self.acc else ''
     if accumulation_settings(): instead = ' after turn_off_accumulation()'
-    return f'{shown(self.micro(arg, self.yours or self.size))}{instead}, with the large batch size in the loader'
+    line = shown(self.micro(arg, self.yours or self.size))
+    return f'{line}{instead}, with the large batch size in the loader'
 
 def shown(cb): return re.sub(r'<function (\S+) at \w+>', r'\1', repr(cb))
 
@@ -363,12 +388,15 @@ def check_accumulation(self:Learner,
     if self.cbs.filter(lambda o: type(o).__name__=='GANTrainer'):
         raise ValueError("check_accumulation: a GANLearner trains two models in turn, which the check does not follow. "
                          "Check each of them in a Learner of its own, with its own loss")
-    if not self.dls: raise ValueError("check_accumulation: the learner has no training loader; set `learn.dls`")
-    opt,was = self.opt,None
+    if not self.dls:
+        raise ValueError("check_accumulation: the learner has no training loader; set `learn.dls`")
+    opt = self.opt
+    was = None
     told = Told('The gradients are compared', self, 12)
     try:
         self.opt = None   # its state is not touched
-        was,dl = learner_state(self, copies=False),self.dls.train
+        was = learner_state(self, copies=False)
+        dl = self.dls.train
         batch = dl.one_batch() if hasattr(dl, 'one_batch') else first(dl)
         was.put_back()
         with apart(self.model): return Bench(self, was, batch, bs, told).check()
