@@ -133,8 +133,7 @@ def apart(model):
     was = State(generators=everybodys(model))
     dtype = torch.get_default_dtype()
     try:
-        with warnings.catch_warnings(),redirect_stdout(io.StringIO()),alone():
-            warnings.simplefilter('ignore')
+        with warnings.catch_warnings(action='ignore'),redirect_stdout(io.StringIO()),alone():
             torch.set_default_dtype(torch.float64)
             yield
     finally:
