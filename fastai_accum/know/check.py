@@ -58,10 +58,13 @@ def __repr__(self:Check):
 def _repr_html_(self:Check):
     "The same as a table, in the colours of the page"
     def row(tag, *vs):
-        return '<tr>' + ''.join(f'<{tag} style="text-align:left">{escape(v)}</{tag}>' for v in vs) + '</tr>'
+        cells = [f'<{tag} style="text-align:left">{escape(v)}</{tag}>' for v in vs]
+        return f"<tr>{''.join(cells)}</tr>"
     rows = [row('td', o.kind, o.where, f'{o.error:.2g}', o.remedy) for o in self.causes]
-    table = f"<table>{row('th', 'cause', 'where', 'error', 'remedy')}{''.join(rows)}</table>" if rows else ''
-    return f'<div><p><b>{escape(self.title)}</b></p>{table}<p><small>{escape(self.compared)}</small></p></div>'
+    head = row('th', 'cause', 'where', 'error', 'remedy')
+    table = f"<table>{head}{''.join(rows)}</table>" if rows else ''
+    compared = f'<p><small>{escape(self.compared)}</small></p>'
+    return f'<div><p><b>{escape(self.title)}</b></p>{table}{compared}</div>'
 
 # %% ../../nbs/inside/check.ipynb #c1000002
 class SwitchOff(Callback):
@@ -97,7 +100,8 @@ class Bench:
         self.savers = learn.cbs.filter(risinstance((GradientCheckpointing,OffloadActivations)))
         on = accumulation_settings()
         self.is_own = bool(self.acc or self.cut or on or self.savers)
-        if not self.acc and (on or not self.is_own): self.acc = AccumulateStep(**(on or dict(n_step=2)))
+        if not self.acc and (on or not self.is_own):
+            self.acc = AccumulateStep(**(on or dict(n_step=2)))
         self.cbs = [o for o in (self.acc,self.cut,*self.savers) if o]
         added = [o for o in learn.cbs if type(o) not in defaults.callbacks]
         self.suspects = [o for o in added if not risinstance(_never, o)]
@@ -107,12 +111,13 @@ class Bench:
 @patch
 def plan(self:Bench, batch, bs):
     "Choose the samples, and the sizes of the micro-batches"
-    device = torch.device(getattr(self.learn.dls, 'device', None) or next(self.model.parameters()).device)
+    device = getattr(self.learn.dls, 'device', None) or next(self.model.parameters()).device
+    device = torch.device(device)
     self.device = device if has_float64(device) else torch.device('cpu')
     n = min(bs, n_of(self.learn.dls, batch))
     if n<2:
-        raise ValueError(f"check_accumulation: the first training batch has {n} sample, and at least 2 are needed; "
-                         "set a larger batch size in the loader")
+        raise ValueError(f"check_accumulation: the first training batch has {n} sample, and at least 2 are "
+                         "needed; set a larger batch size in the loader")
     is_cut = self.cut and self.cut.bs!='auto'
     self.yours = self.cut.bs if is_cut else batch_size(self.learn.dls.train)
     self.per_batch = 1 + bool(self.acc and self.cut)   # micro-batches in a batch of a window
@@ -132,7 +137,7 @@ def take(self:Bench, batch, is_corner=False):
 # %% ../../nbs/inside/check.ipynb #chk00007
 @patch
 def corners(self:Bench, size=32):
-    "The batch with a corner of each image; `None` without large images, or if a target has two dimensions or more"
+    "The batch with a corner of each image; `None` without large images, or if targets are large"
     def part(o): return o[...,:size,:size] if o.ndim==4 else o
     targets = self.batch[n_inputs(self.learn.dls, self.batch):]
     is_image = any(part(o).shape!=o.shape for _,o in leaves(self.batch))
@@ -144,7 +149,7 @@ def whole(self:Bench, *cbs): return [self.batch],cbs
 
 @patch
 def windows(self:Bench, size=None, **kwargs):
-    "Batches of the loader, and the learner's own callbacks for slices of `size`; the first one gets `kwargs`"
+    "Batches and the learner's own callbacks for slices of `size`; the first one gets `kwargs`"
     size = size or self.size
     cbs = list(map(copy, self.cbs))
     vars(cbs[0]).update(kwargs)
@@ -174,7 +179,7 @@ def ready(self:Bench, batches, on):
 # %% ../../nbs/inside/check.ipynb #chk00008
 @patch
 def run(self:Bench, way, on, seed=0, line=None):
-    "What is seen in one step with the batches and callbacks of `way`; the suspects that are not `on` are off"
+    "What is seen in one step with the batches and callbacks of `way`; what is not `on` is off"
     key = way,frozenset(map(id, on)),seed,line
     if key in self.runs: return self.runs[key]
     self.tick()
@@ -188,8 +193,9 @@ def run(self:Bench, way, on, seed=0, line=None):
     if line: line(learn)
     train(learn, [seen, SwitchOff(on, seed), *cbs], seed=seed)
     if not seen.grads:
-        raise RuntimeError("check_accumulation: the learner made no step on the first batch; a callback cancelled it, or "
-                           "the loss ignores all labels; then pass a larger bs, or load a batch with other labels")
+        raise RuntimeError("check_accumulation: the learner made no step on the first batch; a callback cancelled "
+                           "it, or the loss ignores all labels; then pass a larger bs, or load a batch with "
+                           "other labels")
     if way==self.whole and not line: self.runs[key] = seen   # others do not come again
     return seen
 
@@ -202,8 +208,8 @@ def error(self:Bench, on, way=None, line=None):
         part = grad(way or self.windows)
         whole = grad(self.whole)
         if not 0<whole[1].norm()<math.inf:
-            raise ValueError(f"check_accumulation: the gradient of the first {self.n} samples is zero or not finite; "
-                             "does the loss ignore all their labels, or not depend on the model?")
+            raise ValueError(f"check_accumulation: the gradient of the first {self.n} samples is zero or not "
+                             "finite; does the loss ignore all their labels, or not depend on the model?")
         if (err := off(part, whole))>_tol: break
     return err
 
@@ -234,7 +240,8 @@ def causes(self:Bench):
             rest = e
     if rest>_tol: found['unknown'] = rest,on
     self.ways = ('exact','coupled') if {'batch norm','dropout'} & {*found} else ('coupled','exact')
-    return [self.explained(k, *found[k]) for k in (*_kinds, *self.suspects, 'unknown') if k in found]
+    order = *_kinds,*self.suspects,'unknown'
+    return [self.explained(k, *found[k]) for k in order if k in found]
 
 @patch
 def runs_without(self:Bench, o):
@@ -254,7 +261,8 @@ def explained(self:Bench, k, err, on):
     else:
         kind = 'augmentation' if hasattr(type(k), 'before_batch') else 'callback'
         where = type(k).__name__
-    return Cause(kind, where or type(self.model).__name__, err, '; or '.join(self.remedies(kind, on)))
+    remedy = '; or '.join(self.remedies(kind, on))
+    return Cause(kind, where or type(self.model).__name__, err, remedy)
 
 @patch
 def begins(self:Bench, kind, on):
@@ -266,7 +274,7 @@ def begins(self:Bench, kind, on):
 # %% ../../nbs/inside/check.ipynb #c4000005
 @patch
 def mends(self:Bench, on, cb=None, line=None, **kwargs):
-    "Whether the gradient is right with the whole batch and `cb`, or in the learner's own way after `line`"
+    "Whether the gradient is right with the whole batch and `cb`, or in the own way after `line`"
     way = partial(self.whole, copy(cb), *self.savers) if cb else partial(self.windows, **kwargs)
     try:
         if self.error(on, way, line)>_tol: return False
@@ -333,13 +341,15 @@ def remedies(self:Bench, kind, on):
     res = [self.whole_line(good)] if good else []
     if kind=='batch norm': res += [o.text for o in _of_norms if mends(line=o)]
     if kind=='dropout': res.append('do nothing: other dropout masks are just as good')
-    if kind=='unknown' and not res: res.append('rewrite the module so that it computes each sample by itself')
+    if kind=='unknown' and not res:
+        res.append('rewrite the module so that it computes each sample by itself')
     for o in (GradientCheckpointing,OffloadActivations) if kind=='unknown' or not res else ():
         if mends(o()): res.append(f'keep the large batch in memory with {o.__name__}()')
     return res or ['no setting that was tried makes it exact']
 
 @patch
-def micro(self:Bench, arg, bs): return MicroBatch(bs, split=getattr(self.cut, 'split', None), **{arg:True})
+def micro(self:Bench, arg, bs):
+    return MicroBatch(bs, split=getattr(self.cut, 'split', None), **{arg:True})
 
 @patch
 def whole_line(self:Bench, arg):
@@ -357,7 +367,8 @@ def check(self:Bench):
     "The result of `check_accumulation`"
     err = self.first_error()
     causes = self.causes() if err>_tol else []
-    who = 'The micro-batches' if self.acc or self.cut else 'Your learner trains on whole batches. Its callbacks'
+    who = 'Your learner trains on whole batches. Its callbacks'
+    if self.acc or self.cut: who = 'The micro-batches'
     gives = 'do not give' if causes else 'give'
     how = f'relative error {err:.2g}' if err else 'bit for bit'
     title = f'{who} {gives} the same gradient as the large batch: {how}'
@@ -369,27 +380,33 @@ def check(self:Bench):
 def compared(self:Bench, n_causes):
     "What was compared, in words"
     yours = f'; yours have {self.yours}' if self.is_own and self.yours else ''
-    sizes = f'at once and in micro-batches of at most {self.size}{yours},' if self.acc or self.cut else 'without and'
-    example = '' if self.is_own else ' as an example, because your learner trains on whole batches now'
-    alone = ' The error of a cause is measured with the others off, so they do not add up.' if n_causes>1 else ''
-    corner = ' A corner of 32 pixels stands for each image.' if self.is_corner else ''
+    sizes = 'without and'
+    if self.acc or self.cut: sizes = f'at once and in micro-batches of at most {self.size}{yours},'
+    example = ' as an example, because your learner trains on whole batches now'*(not self.is_own)
+    alone = ' The error of a cause is measured with the others off, so they do not add up.'*(n_causes>1)
+    corner = ' A corner of 32 pixels stands for each image.'*self.is_corner
     return (f"Compared: one step on {self.n} samples of the first training batch, {sizes} with "
             f"{' and '.join(map(shown, self.cbs))}{example}. "
             f"Everything runs in float64 on {self.device.type}.{corner}{alone}")
 
+# %% ../../nbs/inside/check.ipynb #chk00014
+def _check_can(learn, bs):
+    "Raise an error for a learner that cannot be checked on `bs` samples"
+    if type(bs) is not int or bs<2:
+        raise ValueError(f"check_accumulation: bs must be an int of at least 2, got {bs!r}")
+    if learn.cbs.filter(lambda o: type(o).__name__=='GANTrainer'):
+        raise ValueError("check_accumulation: a GANLearner trains two models in turn, which the check does not "
+                         "follow. Check each of them in a Learner of its own, with its own loss")
+    if not learn.dls:
+        raise ValueError("check_accumulation: the learner has no training loader; set `learn.dls`")
+
 # %% ../../nbs/inside/check.ipynb #ac824e9e
 @patch
 def check_accumulation(self:Learner,
-    bs:int=16 # Samples to compare, at most one batch; they are cut into micro-batches of your size, or smaller ones
+    bs:int=16 # Samples to compare, at most a batch; they are cut into micro-batches of at most your size
 )->Check: # The result, which a notebook shows as a table
-    "Check whether micro-batches give the same gradient as the large batch, and find the causes if they do not"
-    if type(bs) is not int or bs<2:
-        raise ValueError(f"check_accumulation: bs must be an int of at least 2, got {bs!r}")
-    if self.cbs.filter(lambda o: type(o).__name__=='GANTrainer'):
-        raise ValueError("check_accumulation: a GANLearner trains two models in turn, which the check does not follow. "
-                         "Check each of them in a Learner of its own, with its own loss")
-    if not self.dls:
-        raise ValueError("check_accumulation: the learner has no training loader; set `learn.dls`")
+    "Check whether micro-batches give the gradient of the large batch, and if not, find the causes"
+    _check_can(self, bs)
     opt = self.opt
     was = None
     told = Told('The gradients are compared', self, 12)
@@ -402,8 +419,8 @@ def check_accumulation(self:Learner,
         with apart(self.model): return Bench(self, was, batch, bs, told).check()
     except Exception as e:
         if 'more than 1 value per channel' in str(e):
-            raise ValueError("check_accumulation: batch norm needs two samples in a micro-batch; pass bs=4 or more, "
-                             "and load batches of 4 or more") from e
+            raise ValueError("check_accumulation: batch norm needs two samples in a micro-batch; pass bs=4 or "
+                             "more, and load batches of 4 or more") from e
         if not is_out_of_memory(e) or bs<8: raise
     finally:
         told.end()

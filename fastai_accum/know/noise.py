@@ -10,6 +10,7 @@ __all__ = ['Noise', 'unbiased', 'ratio_interval', 'NoiseScale', 'Sums']
 # %% ../../nbs/inside/noise.ipynb #d04bf001
 from collections import namedtuple
 from contextlib import ExitStack,contextmanager
+from itertools import starmap
 from numbers import Integral,Real
 from fastai.basics import *
 from matplotlib.ticker import LogFormatter
@@ -23,8 +24,8 @@ from .unchanged import Trial,unchanged
 
 # %% ../../nbs/inside/noise.ipynb #b27293a0
 class Noise(namedtuple('Noise', 'scale low high grad_sq noise')):
-    "A gradient noise scale in samples, `noise/grad_sq`, with its 95 % interval; `nan` if it is not measurable"
-    preconditioned = None   # the noise scale as an Adam-like optimizer sees it, if that was measured
+    "A gradient noise scale in samples, `noise/grad_sq`, with its 95 % interval; `nan`: not measurable"
+    preconditioned = None   # the noise scale as an Adam-like optimizer sees it, if measured
     n_step         = None   # the number of micro-batches that `learn.noise_scale` suggests
 
 # %% ../../nbs/inside/noise.ipynb #41f63cab
@@ -33,12 +34,13 @@ def noise_scale(self:Learner,
     n_step:int=8, # Batches of the loader in a window: at least 2, or 1 if a `MicroBatch` cuts them
     num_it:int=100, # Number of windows
     show_plot:bool=True # Whether to plot the estimate over the number of windows
-)->Noise: # The estimate, with the suggested `n_step`, and with `preconditioned` if an Adam-like optimizer has stepped
-    """Measure the gradient noise scale in a mock training that changes nothing, and suggest an `n_step`
+)->Noise: # The estimate and the suggested `n_step`; `preconditioned` too if an Adam-like optimizer has stepped
+    """Measure the gradient noise scale in a training that changes nothing, and suggest an `n_step`
 
     Example: `learn.noise_scale()`. The scale is in samples: a larger batch than this no longer saves many steps.
     https://fastai-accum.github.io/fastai_accum/know/noise.html"""
-    _check_least('noise_scale', 'n_step', n_step, 1 if self.cbs.filter(risinstance(MicroBatch)) else 2)
+    is_cut = bool(self.cbs.filter(risinstance(MicroBatch)))
+    _check_least('noise_scale', 'n_step', n_step, 1 if is_cut else 2)
     _check_least('noise_scale', 'num_it', num_it, 2)
     now = _settings(self)
     check_learner(now, self)
@@ -46,7 +48,7 @@ def noise_scale(self:Learner,
     if n_step>n:
         hint = f'pass n_step=2 to {n}'
         if n==1: hint = 'lower the batch size of the loader, so that an epoch has two or more'
-        raise ValueError(f"noise_scale: n_step={n_step} is more than the {n} batches of an epoch; {hint}")
+        raise ValueError(f"noise_scale: {n_step=} is more than the {n} batches of an epoch; {hint}")
     cb = NoiseScale(preconditioned=True)
     cbs = [_windows_of(n_step, now), cb, _MockFit(num_it)]
     with unchanged(self),self.no_logging(): self.fit(num_it//(n//n_step) + 1, cbs=cbs)
@@ -62,7 +64,8 @@ def _settings(learn):
     own = first(learn.cbs, risinstance(AccumulateStep))
     return own or AccumulateStep(**(accumulation_settings() or dict(n_step=1)))
 
-def _windows_of(n_step, now): return AccumulateStep(n_step, average=now.average, weight=now.weight, drop_last=False)
+def _windows_of(n_step, now):
+    return AccumulateStep(n_step, average=now.average, weight=now.weight, drop_last=False)
 
 # %% ../../nbs/inside/noise.ipynb #66e39e05
 class _MockFit(Trial):
@@ -76,7 +79,8 @@ class _MockFit(Trial):
 
 def _is_training(learn):
     "Whether this fit is a training, and not a validation or `lr_find`"
-    return not is_validation(learn) and isinstance(vars(learn).get('lr_finder'), (_MockFit,type(None)))
+    trial = vars(learn).get('lr_finder')
+    return not is_validation(learn) and isinstance(trial, (_MockFit,type(None)))
 
 # %% ../../nbs/inside/noise.ipynb #6e07457f
 def unbiased(
@@ -93,7 +97,7 @@ def unbiased(
 def ratio_interval(
     a, # Values; their mean is the numerator
     b # Values, measured together with those of `a`; their mean is the denominator
-)->tuple: # The ratio and the ends of its 95 % interval; all `nan` if the interval of the denominator contains 0
+)->tuple: # The ratio and the ends of its 95 % interval; all `nan` if the denominator may be 0
     "The ratio of two means, with Fieller's interval"
     if len(a)<2: return (math.nan,)*3
     (va,c),(_,vb) = np.cov(a, b)*stats.t.ppf(.975, len(a)-1)**2/len(a)
@@ -112,7 +116,7 @@ class NoiseScale(Callback):
     Example: `cbs=[AccumulateStep(4), NoiseScale()]`, then `learn.gradient_noise.plot()`. The scale is in samples.
     https://fastai-accum.github.io/fastai_accum/know/noise.html"""
     name = 'gradient_noise'
-    order = -1000   # gradients are complete, and mixed precision and clipping have not changed them yet
+    order = -1000   # before mixed precision and clipping change the gradients
     run_valid = False
     knows_batch_norm = True    # it warns itself
     sums = None                # those of the window, while an epoch trains
@@ -155,7 +159,7 @@ def _finite(df, pre=''):
 
 @patch(as_prop=True)
 def windows(self:NoiseScale)->pd.DataFrame:
-    "A row for each measured window: `sum_sq` is the sum of w_i|g_i|², `mean_sq` the squared length of its gradient"
+    "A row for each window: `sum_sq` is the sum of w_i|g_i|², `mean_sq` the squared length of its gradient"
     self.read()
     return _finite(pd.DataFrame(self.rows, columns=_cols, dtype=float).astype({'step':int,'n':int}))
 
@@ -191,7 +195,8 @@ def plot(self:NoiseScale,
     _,ax = plt.subplots()
     for pre,label in ('','noise scale'),('pre_','preconditioned'):
         df = _finite(self.windows, pre)
-        noise,grad_sq = (o.ewm(alpha=1-beta).mean() for o in _means(df, pre))   # with the correction for their start
+        # corrected for their start
+        noise,grad_sq = (o.ewm(alpha=1-beta).mean() for o in _means(df, pre))
         if len(df): ax.plot(df.step, noise/grad_sq.where(grad_sq>0), label=label)
     title = f'Gradient noise scale, averaged with beta={beta}'
     ax.set(xlabel='step', ylabel='samples', yscale='log', title=title)
@@ -208,7 +213,8 @@ def before_step(self:NoiseScale):
     by = _scale_of(self.learn, s.sq.device)**2
     is_bad = s.is_bad or len(s.now)>0
     group = s.win.epoch.group   # of processes
-    n,weight,samples,is_bad,*sq = group.sum('step', s.n, s.win.weight, s.win.n_samples, is_bad, *s.sq/by)
+    own = s.n,s.win.weight,s.win.n_samples,is_bad,*s.sq/by
+    n,weight,samples,is_bad,*sq = group.sum('step', *own)
     if is_bad: self.warn("a window is left out: a parameter got more than one gradient in a micro-batch")
     if is_bad or n<2: return
     row = dict(step=self.learn.train_iter, n=n, weight=weight, samples=samples)
@@ -239,8 +245,9 @@ def warn(self:NoiseScale, msg):
 @patch
 def note_batch_norm(self:NoiseScale, learn):
     if any(isinstance(m, _BatchNorm) and m.training for m in learn.model.modules()):
-        self.warn("the model has batch norm, which sees one micro-batch at a time; this biases the noise scale, and "
-                  "the training is not that of the large batch; use BatchNormEval() or to_group_norm(model)")
+        self.warn("the model has batch norm, which sees one micro-batch at a time; this biases the noise "
+                  "scale, and the training is not that of the large batch; use BatchNormEval() or "
+                  "to_group_norm(model)")
 
 @patch
 def after_fit(self:NoiseScale):
@@ -277,7 +284,8 @@ class Sums:
 
     def whole(self):
         "The squares of the window's gradient"
-        return self.total(self.squares(i, p.grad) for i,p in enumerate(self.ps) if p.grad is not None)
+        grads = [(i,p.grad) for i,p in enumerate(self.ps) if p.grad is not None]
+        return self.total(starmap(self.squares, grads))
 
 # %% ../../nbs/inside/noise.ipynb #6caccb43
 @patch
@@ -289,7 +297,8 @@ def around_batches(self:NoiseScale, learn):
             self.note_batch_norm(learn)
             stack.callback(setattr, self, 'sums', None)
             self.sums = Sums(in_charge(learn), learn.opt, self.preconditioned)
-            for i,p in enumerate(self.sums.ps): stack.callback(p.register_hook(partial(self.arrive, i)).remove)
+            for i,p in enumerate(self.sums.ps):
+                stack.callback(p.register_hook(partial(self.arrive, i)).remove)
         yield
 
 @patch
@@ -318,7 +327,7 @@ def after_backward(self:NoiseScale):
 
 # %% ../../nbs/inside/noise.ipynb #f7aac714
 def _sq(g):
-    "The sum of squares, row by row: on a CPU, PyTorch's norm of ten million float32 numbers at once is 0.1 % too small"
+    "The sum of squares by rows: on a CPU, PyTorch's norm of ten million numbers at once is 0.1 % too small"
     if g.is_sparse: g = g.coalesce().values()
     rows = tuple(range(1, g.ndim)) or None
     norms = torch.linalg.vector_norm(g, dim=rows, dtype=torch.promote_types(g.dtype, torch.float32))
@@ -326,7 +335,7 @@ def _sq(g):
 
 # %% ../../nbs/inside/noise.ipynb #43c31e59
 def _moments(opt, ps):
-    "For each parameter: its second moment, how much too small this is (a factor), and eps; `None` if one has none"
+    "Of each parameter: its second moment, the factor by which it is too small, eps; `None` if one has none"
     state = getattr(opt, 'opt', opt).state
     hypers = {p:h for pg,h in zip(opt.param_lists, opt.hypers) for p in pg}
     res = [_moment(state.get(p, {}), hypers[p]) for p in ps]
@@ -349,7 +358,9 @@ def _weighed_sq(g, v, debias, eps):
 
 # %% ../../nbs/inside/noise.ipynb #684a5ebf
 def _log(*axes):
-    for o in axes: o.set_major_formatter(LogFormatter()); o.set_minor_formatter(LogFormatter())   # 60, not 6×10¹
+    for o in axes:
+        o.set_major_formatter(LogFormatter())   # 60, not 6×10¹
+        o.set_minor_formatter(LogFormatter())
 
 def _n(v): return f'{v:.0f}' if abs(v)>=10 else f'{v:.2g}'
 
@@ -375,13 +386,15 @@ def _report(cb, n_step, n_batches, now, show_plot):
 def _say(res, bs, size, epoch, of):
     "Print the estimate `res` and what follows from it"
     hidden = "The noise hides the gradient. Take more windows (num_it) or larger ones (n_step)."
-    if res.n_step is None: return print(f"Gradient noise scale: not measurable from {of}.\n{hidden}")
+    if res.n_step is None:
+        return print(f"Gradient noise scale: not measurable from {of}.\n{hidden}")
     what = f"With n_step={res.n_step} it would be {_n(res.n_step*bs)}."
     if res.n_step==1: what = f"A batch of the loader has {_n(bs)}, so you do not need accumulation."
     if res.scale>epoch:
         what = (f"The noise scale is larger than an epoch, which has {_n(epoch)},\n"
                 "so it sets no limit: choose a window that leaves enough steps.")
-    print(f"Gradient noise scale: {_n(res.scale)} samples (95 % interval {_n(max(0, res.low))} to {_n(res.high)}).\n"
+    interval = f'{_n(max(0, res.low))} to {_n(res.high)}'
+    print(f"Gradient noise scale: {_n(res.scale)} samples (95 % interval {interval}).\n"
           f"Measured from {of}.\nThe effective batch is {_n(size)} now. {what}")
 
 # %% ../../nbs/inside/noise.ipynb #c87a10fc
@@ -391,7 +404,8 @@ def _plot_estimate(df, size, n_step, bs):
     est,low,high = np.array([ratio_interval(noise[:k], grad_sq[:k]) for k in ks]).T
     _,ax = plt.subplots()
     ax.plot(ks, est, label='noise scale, with its 95 % interval')
-    ax.fill_between(ks, np.maximum(low, est/100), np.minimum(high, est*100), alpha=.25)   # a band may be very wide
+    # a band may be very wide
+    ax.fill_between(ks, np.maximum(low, est/100), np.minimum(high, est*100), alpha=.25)
     ax.axhline(size, color='C1', ls='--', label=f'effective batch now: {_n(size)}')
     if n_step: ax.axhline(n_step*bs, color='C2', ls=':', label=f'suggested: n_step={n_step}')
     ax.set(xlabel='windows', ylabel='samples', xscale='log', yscale='log')
@@ -403,10 +417,10 @@ def _plot_estimate(df, size, n_step, bs):
 def try_windows(self:Learner,
     n_step=(4,8,16), # Batches of the loader in a window, for each branch
     n_epoch:int=1, # Epochs for each branch
-    lr:float|None=None, # First branch's learning rate (`None`: `learn.lr`); with k times the window, √k times this
+    lr:float|None=None, # Of the first branch, `None`: `learn.lr`; with k times the window, √k times this
     show_plot:bool=True # Whether to plot the training loss over the samples
 )->pd.DataFrame: # A row for each branch, with the validation at its end
-    """Train one branch from here for each `n_step`, on the same samples; the learner stays as it was
+    """Train a branch from here for each `n_step`, on the same samples; the learner stays as it was
 
     Example: `learn.try_windows((2,4,8))`. It takes the time of an epoch for each `n_step`.
     https://fastai-accum.github.io/fastai_accum/know/noise.html"""
@@ -417,14 +431,16 @@ def try_windows(self:Learner,
     if isinstance(lr, bool) or not isinstance(lr, Real) or not 0<lr<math.inf:
         raise ValueError(f"try_windows: lr must be a number above 0, got {lr!r}")
     branches = {n:_branch(self, n, n_epoch, lr*(n/n_steps[0])**.5) for n in n_steps}
-    return pd.DataFrame(_compare(branches, show_plot)).T.rename_axis('n_step').astype({'samples':int,'steps':int})
+    table = pd.DataFrame(_compare(branches, show_plot)).T.rename_axis('n_step')
+    return table.astype({'samples':int,'steps':int})
 
 # %% ../../nbs/inside/noise.ipynb #e7026f20
 class _Losses(Trial):
     "The number of samples and the loss of each window"
     order = -100   # before callbacks that end fits at NaN
     def __init__(self): self.seen = []
-    def after_batch(self): self.seen.append((self.learn.accumulate_step.window.n_all, self.learn.loss.detach()))
+    def after_batch(self):
+        self.seen.append((self.learn.accumulate_step.window.n_all, self.learn.loss.detach()))
 
 # %% ../../nbs/inside/noise.ipynb #d125fbf8
 def _branch(learn, n_step, n_epoch, lr):
@@ -432,11 +448,13 @@ def _branch(learn, n_step, n_epoch, lr):
     acc = _windows_of(n_step, _settings(learn))
     losses = _Losses()
     with unchanged(learn),learn.no_logging():
-        learn.remove_cbs(learn.cbs.filter(risinstance('ParamScheduler')))   # they would set the learning rate
+        learn.remove_cbs(learn.cbs.filter(risinstance('ParamScheduler')))   # they set `lr`
         learn.fit(n_epoch, lr, cbs=[acc, losses])
-        values = dict(zip(list(learn.recorder.metric_names)[1:], first(learn.recorder.values[-1:]) or ()))
-    if not losses.seen: raise ValueError(f"try_windows: {n_step=} made no step, because a callback ended the fit")
-    values.pop('train_loss', None)   # fastai averages over windows, and these differ between branches
+        names = list(learn.recorder.metric_names)[1:]
+        values = dict(zip(names, first(learn.recorder.values[-1:]) or ()))
+    if not losses.seen:
+        raise ValueError(f"try_windows: {n_step=} made no step, because a callback ended the fit")
+    values.pop('train_loss', None)   # fastai averages over windows, which differ
     n,loss = np.array([(n,float(loss)) for n,loss in losses.seen]).T
     return n,loss,dict(lr=lr, steps=acc.counts.n_steps, **values)
 
@@ -455,7 +473,10 @@ def _compare(branches, show_plot):
     if show_plot:
         _,ax = plt.subplots()
         for k,(at,line) in lines.items():
-            ax.plot(at[at>=horizon], line[at>=horizon], label=f'n_step={k}, lr {branches[k][-1]["lr"]:.2g}')
-        ax.set(xlabel='samples', ylabel='training loss', title=f'Averaged over about {horizon:.0f} samples')
+            label = f'n_step={k}, lr {branches[k][-1]["lr"]:.2g}'
+            ax.plot(at[at>=horizon], line[at>=horizon], label=label)
+        title = f'Averaged over about {horizon:.0f} samples'
+        ax.set(xlabel='samples', ylabel='training loss', title=title)
         ax.legend()
-    return {k:dict(samples=n.max(), train_loss=lines[k][1][-1], **row) for k,(n,_,row) in branches.items()}
+    def end(k): return lines[k][1][-1]
+    return {k:dict(samples=n.max(), train_loss=end(k), **row) for k,(n,_,row) in branches.items()}

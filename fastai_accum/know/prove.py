@@ -41,16 +41,18 @@ class FairCoins(TorchDispatchMode):
         is_coin = isinstance(p, float) and 0<p<1
         if is_coin: args = args[0],.5,*args[2:]
         out = func(*args, **(kwargs or {}))
-        if is_coin and name=='native_dropout': return args[0]*out[1]/(1-p),out[1]   # a GPU's, which scales too
+        if is_coin and name=='native_dropout':   # a GPU's, which scales too
+            return args[0]*out[1]/(1-p),out[1]
         if name in _shares: out.copy_(torch.where(out<.5, out*1e-3, 1-(1-out)*1e-3))
         return out
 
 # %% ../../nbs/inside/prove.ipynb #a24cbf2b
 def _draw(g):
-    return torch.rand((), generator=g, device=g.device).item() if isinstance(g, torch.Generator) else g.random()
+    if not isinstance(g, torch.Generator): return g.random()
+    return torch.rand((), generator=g, device=g.device).item()
 
 class Alike(Middles):
-    "A context in which a draw is one number, near the middle of its range; it takes one number of its generator"
+    "A draw is one number, near the middle of its range, and takes one number of its generator"
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not drawn(func): return func(*args, **(kwargs or {}))
         g = (kwargs or {}).get('generator') or torch.default_generator
@@ -78,7 +80,8 @@ class Blind(Callback):
 # %% ../../nbs/inside/prove.ipynb #19c1107c
 def run(model, batches, n_inp, cbs=(), blind=False, tick=noop, w=None):
     "Train `model` on `batches` with the callbacks `cbs`; return what was seen"
-    with CopiesTo(next(model.parameters()).device): batches = deepcopy(batches)   # the model may change its input
+    # the model may change its input
+    with CopiesTo(next(model.parameters()).device): batches = deepcopy(batches)
     dls = SimpleNamespace(train=batches, loaders=[batches], n_inp=n_inp)
     learn = Learner(dls, model, plain_loss, SGD, cbs=Seen(tick), default_cbs=False)
     modes = [FairCoins(w)]
@@ -92,7 +95,7 @@ def run(model, batches, n_inp, cbs=(), blind=False, tick=noop, w=None):
 
 # %% ../../nbs/inside/prove.ipynb #91ed2f88
 class NotTried(Exception): "The trial itself has failed, so nothing is known"
-class Unsteady(NotTried): "The model does not do the same twice; whether it does on another device says nothing"
+class Unsteady(NotTried): "The model does not do the same twice, so another device says nothing"
 
 @dataclass
 class Proof:
@@ -102,8 +105,8 @@ class Proof:
     where:str=None        # The module where it begins
     raised:Exception=None # What the way has raised, and the whole batch has not
     n:int=0               # How many samples the first batch has
-    plain:bool=False      # Whether all that differs are numbers and texts in attributes of the model
-    cached:bool=False     # Whether the model returns a cache, as the language models of transformers do
+    plain:bool=False      # Whether only numbers and texts in attributes of the model differ
+    cached:bool=False     # Whether the model returns a cache, as language models of transformers
 
 # %% ../../nbs/inside/prove.ipynb #91ed2f89
 def prove(
@@ -133,12 +136,12 @@ def _compare(train, cbs):
     def not_tried(e): return NotTried(f'{type(e).__name__}: {e}')
     def whole(**kwargs):
         try: return train(**kwargs)
-        except Exception as e: raise not_tried(e) from e   # a copy may fail in any way; the warning names it
+        except Exception as e: raise not_tried(e) from e   # whatever it is, the warning names it
     ref = whole()
     size = sum(x.norm() for _,x in ref.kept['the gradient'])
     if not 0<size<math.inf: raise NotTried(f'the gradient is {size}')
     try: way = train(cbs)
-    except Exception as e:   # whatever it is: the whole batch has not raised it, so the way is refused, by this name
+    except Exception as e:   # whatever it is, the whole batch has not raised it; the refusal names it
         if is_out_of_memory(e): raise not_tried(e) from e
         return Proof(raised=e, cached=ref.cached)
     errors = differences(way, ref)
@@ -155,7 +158,7 @@ def _steady(errors, again):
 
 # %% ../../nbs/inside/prove.ipynb #a6924b8f
 def few_samples(b, cut=slices):
-    "Three small batches like `b`, of two sizes, the last one at another scale; `b` itself if it cannot be cut"
+    "Three small batches like `b`, of two sizes and two scales; `b` itself if it cannot be cut"
     try:
         if cut is slices and n_rows(b)<4: b = join([b]*4, [n_rows(b)]*4)
         *few,last = [cut(b, k)[0] for k in (4,3,3)]
@@ -178,7 +181,8 @@ def smaller(b):
 # %% ../../nbs/inside/prove.ipynb #598a4a58
 def tries(model, split, xb, yb):
     "Batches and devices to try"
-    b = (*xb,*yb) if split else (*xb,leaves((*xb,*yb))[0][1])   # a target, which the loss of a trial does not look at
+    b = *xb,*yb
+    if not split: b = *xb,leaves(b)[0][1]   # a target, which the loss of a trial does not look at
     few = few_samples(b, split or slices)
     own = next(model.parameters()).device
     devices = [o for o in dict.fromkeys([own, torch.device('cpu')]) if has_float64(o)]
@@ -189,7 +193,8 @@ _tried = WeakKeyDictionary()   # for each model, what was tried, and with which 
 
 def settings(model, cbs, xb):
     "What must be the same, or the proof is made again"
-    def own(cb): return (cb.coupled,cb.exact,cb.bs==1,cb.split) if isinstance(cb, MicroBatch) else cb.blocks
+    def own(cb):
+        return (cb.coupled,cb.exact,cb.bs==1,cb.split) if isinstance(cb, MicroBatch) else cb.blocks
     inputs = [(o.ndim,o.dtype) for _,o in leaves(xb)]
     return repr((list(map(own, cbs)), inputs, modes(model)))
 
@@ -197,7 +202,8 @@ def fresh(cb, learn, copy):
     "A new callback like `cb` for a copy of the model"
     if isinstance(cb, MicroBatch):
         return MicroBatch(1 if cb.bs==1 else 2, coupled=cb.coupled, exact=cb.exact, split=cb.split)
-    return GradientCheckpointing(cb.blocks and [copy.get_submodule(o.name) for o in cb.found(learn)])
+    blocks = cb.blocks and [copy.get_submodule(o.name) for o in cb.found(learn)]
+    return GradientCheckpointing(blocks)
 
 # %% ../../nbs/inside/prove.ipynb #e999f73e
 def guard(self, learn, xb):
@@ -218,20 +224,22 @@ def guard(self, learn, xb):
     took = time.time()-start
     if isinstance(found, Proof) and (found.raised or found.differs): refuse(arg, model, found)
     tried.append((key,able))
-    if hasattr(learn, 'recorder') and hasattr(learn.recorder, 'start_epoch'): learn.recorder.start_epoch += took
+    if hasattr(getattr(learn, 'recorder', None), 'start_epoch'): learn.recorder.start_epoch += took
     report(_who(arg), found, took)
 
 def report(who, found, took):
     "Print what was proved, or warn of what was not"
     if isinstance(found, NotTried):
-        warnings.warn(f"{who} was not tried on your model before the first step, because the trial on a copy has "
-                      f"failed ({found}). So it is not known whether the training is that of the whole batch", NotProved)
+        warnings.warn(f"{who} was not tried on your model before the first step, because the trial on a copy "
+                      f"has failed ({found}). So it is not known whether the training is that of the whole "
+                      "batch", NotProved)
     elif not rank_distrib():
-        print(f"{who} is proved on your model: {found.n} samples, {took:.1f} s, largest error {found.error:.0e}. "
-              "The proof leaves out your loss and callbacks, and mixed precision")
+        print(f"{who} is proved on your model: {found.n} samples, {took:.1f} s, largest error "
+              f"{found.error:.0e}. The proof leaves out your loss and callbacks, and mixed precision")
 
 # %% ../../nbs/inside/prove.ipynb #ca110003
-def _is_tried(cb): return isinstance(cb, GradientCheckpointing) or vars(cb).get('shows_whole', False)
+def _is_tried(cb):
+    return isinstance(cb, GradientCheckpointing) or vars(cb).get('shows_whole', False)
 
 def _arg(cb):
     "The argument of a `MicroBatch` that is proved"
@@ -241,7 +249,7 @@ def _tries(learn, xb, cbs, model, able, tick):
     "The `Proof` of the first trial that does not fail"
     micro = first(cbs, risinstance(MicroBatch))
     split = micro and micro.split
-    blind = bool(micro and micro.coupled)   # as with `coupled=True`, batch norm and draws may see slices
+    blind = bool(micro and micro.coupled)   # batch norm and draws may see slices
     def way(copy): return [fresh(o, learn, copy) for o in cbs]
     for batches,device in tries(model, split, xb, learn.yb):
         try:
@@ -262,8 +270,8 @@ def refuse(arg, model, proof):
     if str(e).startswith(who): raise Refused(f"{e} (in the {where})") from e
     found = ', '.join(f'{k} (relative error {v:.2g})' for k,v in proof.differs[:3])
     how = f"raises {type(e).__name__}: {e}" if e else f'leaves something else behind: {found}'
-    raise Refused(f"{who} is not possible: in a trial on a copy, the whole batch is fine, but this way the model "
-                  f"{how}. It begins in the {where}. {_hint(arg, model, proof)}") from e
+    raise Refused(f"{who} is not possible: in a trial on a copy, the whole batch is fine, but this way the "
+                  f"model {how}. It begins in the {where}. {_hint(arg, model, proof)}") from e
 
 def _who(arg): return f'MicroBatch: {arg}=True' if arg else 'GradientCheckpointing'
 
@@ -273,22 +281,27 @@ def _where(model, proof):
     return type(model.get_submodule(name)).__name__ + f' {name!r}'*bool(name)
 
 def _hint(arg, model, proof):
-    if proof.cached: return "Set model.config.use_cache=False, since the training does not need this cache"
-    if again := checkpoints_itself(model): return f"The model recomputes by itself: call {again} first"
+    if proof.cached:
+        return "Set model.config.use_cache=False, since the training does not need this cache"
+    if again := checkpoints_itself(model):
+        return f"The model recomputes by itself: call {again} first"
     ways = ['GradientCheckpointing()']*bool(arg and find_blocks(model)) + ['OffloadActivations()']
     what = f'{arg} out' if arg else 'this module out of blocks'
-    local = 'If the model needs this in its forward only, take a local variable. '*(not proof.raised and proof.plain)
+    is_local = not proof.raised and proof.plain
+    local = 'If the model needs this in its forward only, take a local variable. '*is_local
     return f"{local}Leave {what}, or write {' or '.join(ways)} in its place"
 
 # %% ../../nbs/inside/prove.ipynb #ca110002
 def checkpoints_itself(model):
-    "The call that ends the gradient checkpointing of a model of transformers or timm; `None` if it does none"
-    on = {k for m in model.modules() for k in ('gradient_checkpointing','grad_checkpointing') if vars(m).get(k)}
+    "The call that ends the checkpointing of a model of transformers or timm; `None` if it does none"
+    flags = 'gradient_checkpointing','grad_checkpointing'
+    on = {k for m in model.modules() for k in flags if vars(m).get(k)}
     if 'gradient_checkpointing' in on: return 'gradient_checkpointing_disable()'
     return 'set_grad_checkpointing(False)' if on else None
 
 def raised_in(e):
     "The class of the innermost module of the model that was running when `e` was raised"
     frames = [f.f_locals.get('self') for f,_ in traceback.walk_tb(e.__traceback__)]
-    own = [type(o) for o in frames if isinstance(o, nn.Module) and not type(o).__module__.startswith('torch.')]
-    return own[-1].__name__ if own else None
+    found = [type(o) for o in frames if isinstance(o, nn.Module)]
+    own = [o.__name__ for o in found if not o.__module__.startswith('torch.')]
+    return own[-1] if own else None

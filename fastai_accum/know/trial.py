@@ -20,10 +20,10 @@ from ..replace import lent
 from ..state import State,everybodys,seed as seed_all
 
 # %% ../../nbs/know/trial.ipynb #e0301e68
-def has_bar(cb): return type(cb).__name__=='ProgressCallback'   # its import would add it to each learner
+def has_bar(cb): return type(cb).__name__=='ProgressCallback'   # an import adds it to each learner
 
 class Given(GetAttr):
-    "Stands in for the training loader `dl`: yields `batches` of at most `bs`, and has all other attributes of `dl`"
+    "Stands in for the training loader `dl`: yields `batches` of at most `bs`, and has the attributes of `dl`"
     _default = 'dl'
     batch_sampler = _DataLoader__idxs = None
     shuffle = drop_last = False
@@ -53,13 +53,13 @@ class Told:
 
 # %% ../../nbs/know/trial.ipynb #942ae3b3
 class InDouble(TorchFunctionMode):
-    "Code that asks for float32, float16 or bfloat16 gets float64: fastai's losses ask for float32, as do many others"
+    "Code that asks for float32, float16 or bfloat16 gets float64: fastai's losses ask for float32"
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (Tensor.float,Tensor.half,Tensor.bfloat16): func = Tensor.double
         args = tuple(map(_raised, args))
         kwargs = {k:_raised(v) for k,v in (kwargs or {}).items()}
         try: return func(*args, **kwargs)
-        except RuntimeError:   # one of your tensors is not copied, such as class weights in a global variable
+        except RuntimeError:   # one of your tensors is not copied, such as global class weights
             dtypes = [getattr(o, 'dtype', None) for o in tree_flatten((args,kwargs))[0]]
             if torch.float32 not in dtypes: raise
             return func(*tree_map(double, args), **tree_map(double, kwargs))
@@ -81,7 +81,8 @@ class CopiesTo(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func not in (Tensor.clone,Tensor.__deepcopy__): return func(*args, **(kwargs or {}))
         x = args[0]
-        new = x.detach().to(self.device).to(in_64(x.dtype), copy=True)   # an MPS device has no float64, so move first
+        new = x.detach().to(self.device)   # first, because an MPS device has no float64
+        new = new.to(in_64(x.dtype), copy=True)
         return new.requires_grad_(x.is_leaf and x.requires_grad)
 
 # %% ../../nbs/know/trial.ipynb #086601b8
@@ -89,11 +90,13 @@ def copy_function(f, memo):
     "A copy of `f` for `deepcopy`, with copies of the variables of its closure"
     if f.__closure__ is None: return f
     cells = [memo.setdefault(id(c), CellType()) for c in f.__closure__]
-    memo[id(f)] = new = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, tuple(cells))
+    new = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, tuple(cells))
+    memo[id(f)] = new
     new.__kwdefaults__ = f.__kwdefaults__
     vars(new).update(vars(f))
     for c,own in zip(cells, f.__closure__):
-        with suppress(ValueError): c.cell_contents = deepcopy(own.cell_contents, memo)   # or it has no value yet
+        with suppress(ValueError):   # a cell may have no value yet
+            c.cell_contents = deepcopy(own.cell_contents, memo)
     return new
 
 # %% ../../nbs/know/trial.ipynb #b7a7ead3
@@ -106,12 +109,13 @@ def eager(model):
     return model
 
 def in_double(model, device, memo=()):
-    "A deep copy of `model` in float64 on `device`; in the place of an object whose `id` is in `memo`, it holds that"
+    "A deep copy of `model` in float64 on `device`; `memo` has what it shares, by `id`"
     memo = dict(memo)
     with functions_too(),CopiesTo(device):
         res = deepcopy(model, memo)
         for p in model.parameters():   # `deepcopy` does not copy their hooks
-            for h in (p._backward_hooks or {}).values(): memo[id(p)].register_hook(deepcopy(h, memo))
+            hooks = p._backward_hooks or {}
+            for h in hooks.values(): memo[id(p)].register_hook(deepcopy(h, memo))
     return eager(res)
 
 # %% ../../nbs/know/trial.ipynb #0b6f788f
@@ -129,7 +133,7 @@ def modes_stay(): return lent(torch.autograd, has_torch_function=lambda _: False
 
 @contextmanager
 def apart(model):
-    "Run a block in float64 that neither prints nor sends anything, and set the generators back afterwards"
+    "Run a block in float64 that prints and sends nothing, and set the generators back afterwards"
     was = State(generators=everybodys(model))
     dtype = torch.get_default_dtype()
     try:
@@ -142,7 +146,7 @@ def apart(model):
 
 # %% ../../nbs/know/trial.ipynb #a5603a16
 def drawn(func):
-    "The name of an operation that draws random numbers, such as 'bernoulli_'; `None` for the others"
+    "The name of an operation that draws random numbers, such as 'bernoulli_', or `None`"
     if torch.Tag.nondeterministic_seeded in func.tags: return func._schema.name.split('::')[1]
 
 def _half(a): return a['self'] if a.get('p') is None else a['p']
@@ -152,7 +156,7 @@ _middle = dict(
     randint=lambda a: ((a.get('low') or 0)+a['high'])//2, randperm=lambda a: torch.arange(a['n']))
 
 class Middles(TorchDispatchMode):
-    "Random operations return the middle of their range, so dropout drops nothing; operations that are not listed draw"
+    "Random operations return the middle of their range; those that are not listed draw"
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not drawn(func): return func(*args, **(kwargs or {}))
         name = re.sub('(_like)?_?$', '', drawn(func))
@@ -166,7 +170,7 @@ class Middles(TorchDispatchMode):
 
 # %% ../../nbs/know/trial.ipynb #d4a1c002
 def train(learn, cbs=(), modes=(), seed=0):
-    "Train `learn`, a copy or one that is set back, for an epoch with more callbacks and inside of `modes`"
+    "Train `learn`, a copy or one that is set back, for an epoch with `cbs` and inside of `modes`"
     learn.add_cbs(cbs)
     learn.logger = noop
     learn.create_mbar = False
@@ -175,5 +179,6 @@ def train(learn, cbs=(), modes=(), seed=0):
     seed_all(everybodys(learn.model), seed)
     with modes_stay(),InDouble(),ExitStack() as stack:
         for o in modes: stack.enter_context(o)
-        getattr(Learner.fit, 'fastais', Learner.fit)(learn, 1, 0.)   # without what `turn_on_accumulation` adds
+        fit = getattr(Learner.fit, 'fastais', Learner.fit)   # without what `turn_on_accumulation` adds
+        fit(learn, 1, 0.)
     return learn

@@ -33,7 +33,7 @@ from .unchanged import Trial,unchanged
 
 # %% ../../nbs/inside/what_fits.ipynb #6a28d069
 def peak_bytes(f, device=torch.device('cpu')):
-    "The bytes that `f` takes on `device` at its peak, beyond what was there before; every allocation is counted"
+    "The bytes that `f` takes on `device` at its peak, beyond what was there before"
     gc.collect()   # otherwise, what an earlier call has left behind may be freed, and subtracted
     if device.type!='cpu':
         on = api(device)
@@ -65,15 +65,15 @@ def n_bytes(budget):
     m = isinstance(budget, str) and re.fullmatch(r'\s*(\d+\.?\d*)\s*([KMGT]?)i?B?\s*', budget, re.I)
     n = float(m[1])*_units[m[2].upper()] if m else budget
     if isinstance(n, Real) and not isinstance(n, bool) and 1024<=n<math.inf: return int(n)
-    raise ValueError(f"what_fits: budget must be a text like '8GB', or a number of bytes, at least 1024, got "
-                     f"{budget!r}; on a GPU, leave it out to take what is free")
+    raise ValueError("what_fits: budget must be a text like '8GB', or a number of bytes, at least 1024, "
+                     f"got {budget!r}; on a GPU, leave it out to take what is free")
 
 def as_text(n):
     u = next((u for u in 'TGM' if n>=.9*_units[u]), 'K')
     return f'{n/_units[u]:.3g} {u}B'
 
 # %% ../../nbs/inside/what_fits.ipynb #4ff88aad
-margin = .1   # the share of the free memory that stays free, because an allocator cannot fill all of it
+margin = .1   # of the free memory, because an allocator cannot fill all of it
 
 def free_bytes(device):
     "The bytes that a training may take on `device`; `None` on a CPU"
@@ -86,12 +86,14 @@ def free_bytes(device):
 def largest_batch(learn, n=3):
     "A large training batch of `learn`, on the CPU, and which one it is"
     dl = learn.dls.train
-    is_sorted = hasattr(dl, 'res')   # it knows the lengths of its texts, and begins with the longest
+    is_sorted = hasattr(dl, 'res')   # by the lengths of texts, and begins with the longest
     with dl.fake_l.no_multiproc() if hasattr(dl, 'fake_l') else nullcontext():
         bs = [to_device(b, 'cpu') for b in islice(dl, 1 if is_sorted else n)]
-    if not bs: raise ValueError("what_fits: the training loader yields no batch; set a smaller batch size")
+    if not bs:
+        raise ValueError("what_fits: the training loader yields no batch; set a smaller batch size")
     best = max(bs, key=lambda b: sum(math.prod(o.shape) for _,o in leaves(b)))
-    return best,'with the longest text' if is_sorted else f'the largest of the first {len(bs)} batches'
+    which = 'with the longest text' if is_sorted else f'the largest of the first {len(bs)} batches'
+    return best,which
 
 # %% ../../nbs/inside/what_fits.ipynb #17272b9d
 class Once(Trial):
@@ -100,7 +102,7 @@ class Once(Trial):
     def after_pred(self): raise CancelFitException
 
 class Meter(Trial):
-    "Takes the time of `n_try` steps after one that warms up, or of two if they are slow, and ends the fit"
+    "Takes the time of `n_try` steps after one that warms up, or of two slow ones, and ends the fit"
     order = math.inf   # the last one in `before_step`, so nobody has cancelled the step
     def __init__(self, n_try, slow=10.): store_attr()   # `slow`: seconds
     def before_fit(self):
@@ -110,7 +112,7 @@ class Meter(Trial):
     def before_step(self): self.has_stepped = True
     def after_batch(self):
         self.n_batch += 1
-        if not self.has_stepped and self.n_batch<20: return   # a scaler of float16 skips the first steps
+        if not self.has_stepped and self.n_batch<20: return   # a scaler skips the first steps
         synchronize(self.learn.model)
         acc = in_charge(self.learn)
         now = time.perf_counter()
@@ -118,9 +120,10 @@ class Meter(Trial):
         n_most = 2 if now-self.log[0][0]>self.slow else self.n_try+1
         if len(self.log)>n_most: raise CancelFitException
 
-    def fastest(self):
-        "The seconds and the samples of the step that was least disturbed"
-        return min((t-s, m-n) for (s,n),(t,m) in zip(self.log, self.log[1:]))
+    def steps(self):
+        "The seconds and the samples of each step after the first"
+        found = [(t-s, m-n) for (s,n),(t,m) in zip(self.log, self.log[1:])]
+        return found[1:] or found
 
 # %% ../../nbs/inside/what_fits.ipynb #ed36cbf2
 _same,_oom = 'the same training','out of memory'
@@ -131,11 +134,12 @@ class Way:
     line:str             # The line to write; empty for the learner as it is
     make:Callable        # Makes the callbacks
     fits:bool=None       # Whether it fits; `None` without a budget
-    peak:int=None        # Bytes at the peak of a step, beyond what was there before; `None` if memory ran out
+    peak:int=None        # Bytes at the peak of a step, beyond what was there; `None` if memory ran out
     time:float=None      # Seconds for a step
     n:int=None           # Samples in a step
     same:str='not known' # What stays the same
     error:str=None       # Why it was not measured
+    times:list=()        # Seconds of all steps that were measured
 
     callbacks = property(lambda o: o.make())   # fresh ones at each access
     rate      = property(lambda o: o.n/o.time)
@@ -163,8 +167,8 @@ class Trials:
         device = getattr(learn.dls, 'device', default_device())
         self.device = torch.device(device or next(learn.model.parameters()).device)
         if self.device.type!='cpu' and not counts_memory(self.device):
-            raise RuntimeError(f"what_fits: the learner is on {self.device}, where PyTorch does not count the memory; "
-                               "measure on a CPU, or on an accelerator that has `max_memory_allocated`")
+            raise RuntimeError(f"what_fits: the learner is on {self.device}, where PyTorch does not count the "
+                               "memory; measure on a CPU, or on an accelerator that has `max_memory_allocated`")
         if budget is None: self.budget = free_bytes(self.device)
         self.own = [type(o).__name__ for o in learn.cbs if isinstance(o, _ours)]
         self.is_frozen = bool(getattr(learn.opt, 'frozen_idx', 0))
@@ -190,12 +194,13 @@ def given(self:Trials):
 @patch
 @contextmanager
 def ready(self:Trials, as_is=False):
-    "The learner ready for trials: one batch, nothing frozen, nothing printed; `as_is` keeps our callbacks in it"
+    "The learner with one batch, nothing frozen, nothing printed; `as_is` keeps our callbacks in it"
     learn = self.learn
     kept = learn.cbs.filter(risinstance(AccumulateStep))
     with unchanged(learn),redirect_stdout(io.StringIO()):
         learn.add_cbs([o for o in kept if o not in learn.cbs])
-        learn.remove_cbs(learn.cbs.filter(lambda o: has_bar(o) or not as_is and isinstance(o, _ours)))
+        learn.remove_cbs(learn.cbs.filter(has_bar))
+        if not as_is: learn.remove_cbs(learn.cbs.filter(risinstance(_ours)))
         learn.logger = noop
         learn.dls = self.given()
         if self.is_frozen: learn.opt.unfreeze()
@@ -203,7 +208,7 @@ def ready(self:Trials, as_is=False):
 
 @patch
 def fit(self:Trials, *cbs):
-    "Train until one of `cbs` ends it, maybe between the forward pass and the loss, where autocast is open"
+    "Train until one of `cbs` ends it, maybe before the loss, where autocast is open"
     autocast = Autocast()
     try: self.learn.fit(1, cbs=cbs)
     finally: autocast.restore()
@@ -221,10 +226,11 @@ def _number(o): return o.detach().float() if isinstance(o, Tensor) and o.is_floa
 
 # %% ../../nbs/inside/what_fits.ipynb #96bb2a7f
 def is_mean(loss_func, bs, weight=None):
-    "Whether the loss of the slices `bs` together is the mean of the losses of parts; `None` if it cannot be computed"
+    "Whether the loss of the slices `bs` together is the mean of those of parts; `None`: nobody knows"
     weight = weight or partial(loss_weight, loss_func)
     sizes = [len(leaves(o)[0][1]) for o in bs]
-    def total(b): return float(loss_func(*b))*(weight(*b) if loss_reduction(loss_func)!='sum' else 1)
+    is_sum = loss_reduction(loss_func)=='sum'
+    def total(b): return float(loss_func(*b))*(1 if is_sum else weight(*b))
     def error(size):
         try:
             b = join(bs, sizes)
@@ -250,10 +256,11 @@ def look(self:Trials):
             with AtNorms(note),draws: run(preds)
             self.norms = len(norms)
             self.draws = len(draws.draws)
-            self.is_mean = is_mean(loss_func, preds.found, getattr(in_charge(self.learn), 'weight', None))
+            weight = getattr(in_charge(self.learn), 'weight', None)
+            self.is_mean = is_mean(loss_func, preds.found, weight)
             if not (norms or self.draws): run(Once(), coupled=True)
         except Refused: self.compares = True
-        except (ValueError,RuntimeError,MemoryError): pass   # the ways are tried next, and say why they fail
+        except (ValueError,RuntimeError,MemoryError): pass   # the ways, which come next, say why
 
 # %% ../../nbs/inside/what_fits.ipynb #ff339055
 @patch
@@ -273,32 +280,38 @@ def measure(self:Trials, way):
     "Train in `way`, and note what a step takes; again if it was measured before"
     cbs = way.make()
     meter = Meter(self.n_try)
-    def there(): return api(self.device).memory_allocated(self.device) if self.device.type!='cpu' else 0
-    before = there()   # the first fit may move the model to the device, and makes the gradients again
-    before += sum(p.grad.nbytes for p in self.learn.model.parameters() if p.grad is not None)
+    before = self.allocated()   # the first fit may move the model to the device
+    before += sum(p.grad.nbytes for p in self.learn.model.parameters() if p.grad is not None)   # they are made again
     with self.ready(not way.line),_warnings() as told:
         self.fit(*cbs, Once())   # what is done once, such as a proof, is not measured
-        new = there()-before
+        new = self.allocated()-before
         way.peak = max(0, new+peak_bytes(lambda: self.fit(*cbs, meter), self.device))
         way.same = self.what_stays([*self.learn.cbs, *cbs], told)
-    seconds,way.n = meter.fastest()
-    way.time = min(seconds, way.time or math.inf)
+    steps = meter.steps()
+    way.times = [*way.times, *(t for t,_ in steps)]
+    way.time = min(way.times)
+    way.n = min(steps)[1]
     if self.budget: way.fits = way.peak<=self.budget
+
+@patch
+def allocated(self:Trials): return api(self.device).memory_allocated(self.device) if self.can_move else 0
 
 # %% ../../nbs/inside/what_fits.ipynb #3240aa0f
 @patch
 def try_way(self:Trials, calls='', make=list):
-    "Add a row for a line with the methods `calls`, or say why it is left out; `make` returns the callbacks they add"
+    "Add a row for a line with the methods `calls`, which add the callbacks `make`, or say why not"
     line = calls and ''.join(['learn', *(f'.remove_cb({o})' for o in self.own), calls])
     way = Way(line, make)
     if self.bar:
         self.bar.comment = line or 'as it is'
         self.bar.update(len(self.rows))
     self.attempt(way)
+    what = f'`{line}`' if line else 'the learner as it is'
     if way.error in (None,_oom): self.rows.append(way)
-    else: self.leave_out(f'`{line}`' if line else 'the learner as it is', way.error.partition(';')[0])
+    else: self.leave_out(what, way.error.partition(';')[0])
     return way
 
+# %% ../../nbs/inside/what_fits.ipynb #wfi00015
 @patch
 def attempt(self:Trials, way):
     "Measure `way`, or note why not"
@@ -307,8 +320,11 @@ def attempt(self:Trials, way):
         return
     try: self.measure(way)
     except Exception as e:
-        if is_out_of_memory(e): way.fits,way.error = False,_oom
-        elif isinstance(e, (ValueError,RuntimeError)) and (way.line or self.own): way.error = str(e)   # it is refused
+        is_refused = isinstance(e, (ValueError,RuntimeError)) and (way.line or self.own)
+        if is_out_of_memory(e):
+            way.fits = False
+            way.error = _oom
+        elif is_refused: way.error = str(e)
         else: raise
     gc.collect()   # a cycle of references may hold activations
     free_memory(self.device)
@@ -322,11 +338,12 @@ def leave_out(self:Trials, what, why): self.left_out.append(f'{what} ({why})')
 # %% ../../nbs/inside/what_fits.ipynb #fd7c91fb
 @patch
 def try_slices(self:Trials, then='', cbs=list, k=2, **kwargs):
-    "Cut the batch into `k` slices, then into twice as many, until they fit, are refused or save little; return `k`"
+    "Cut into `k` slices, then into twice as many, until they fit, are refused or save little; return `k`"
     args = ''.join(f', {k}={v}' for k,v in kwargs.items())
     def cut(k):
         bs = -(-self.n//k)
-        return self.try_way(f'.micro_batch({bs}{args}){then}', lambda: [MicroBatch(bs, **kwargs), *cbs()])
+        def make(): return [MicroBatch(bs, **kwargs), *cbs()]
+        return self.try_way(f'.micro_batch({bs}{args}){then}', make)
     def saves_little(last): return last.peak and way.peak and way.peak>.9*last.peak
     first_k = k
     way = cut(k)
@@ -342,16 +359,19 @@ def try_slices(self:Trials, then='', cbs=list, k=2, **kwargs):
 
 # %% ../../nbs/inside/what_fits.ipynb #d87c4480
 @patch(as_prop=True)
-def flags(self:Trials): return dict(coupled=True) if self.is_mean is False else {}   # what slices need
+def flags(self:Trials):
+    "What slices need"
+    return dict(coupled=True) if self.is_mean is False else {}
 
 @patch
 def try_cut(self:Trials):
-    "Slices, with `coupled=True` if the loss needs it, and if they change something, slices with `exact=True`"
+    "Slices, with what the loss needs, and if they change something, slices with `exact=True`"
     k = self.try_slices(**self.flags)
     if not (self.norms or self.draws): return
     if self.norms and not self.can_move:
         self.leave_out('`exact=True`', 'with batch norm, it saves memory on a GPU only')
-    elif self.budget and not self.rows[-1].fits: self.leave_out('`exact=True`', 'it takes more than plain slices')
+    elif self.budget and not self.rows[-1].fits:
+        self.leave_out('`exact=True`', 'it takes more than plain slices')
     else: self.try_slices(k=k, exact=True)
 
 # %% ../../nbs/inside/what_fits.ipynb #a8325e80
@@ -383,8 +403,8 @@ def try_others(self:Trials):
 # %% ../../nbs/inside/what_fits.ipynb #c5f5e4d7
 @patch(as_prop=True)
 def best(self:Trials):
-    "Of the ways that fit, the fastest of those that are the same training, or else the fastest; `None` if none fits"
-    return first(sorted((o for o in self.rows if o.fits), key=lambda o: (not o.is_same, o.time)))
+    "Of the ways that fit, the fastest that is the same training, or else the fastest; `None` if none fits"
+    return min((o for o in self.rows if o.fits), key=lambda o: (not o.is_same, o.time), default=None)
 
 @patch(as_prop=True)
 def note(self:Trials):
@@ -396,14 +416,19 @@ def note(self:Trials):
     return text + f" Left out: {', '.join(self.left_out)}."*bool(self.left_out)
 
 # %% ../../nbs/inside/what_fits.ipynb #wfi00013
+@patch(as_prop=True)
+def timed(self:Trials): return [o for o in self.rows if o.time]
+
+@patch(as_prop=True)
+def whole(self:Trials): return first(o for o in self.timed if not o.line)   # the learner as it is
+
 @patch
 def unclear(self:Trials):
-    "The learner as it is beside what seems faster, and the best way beside others that could be the best"
-    timed = [o for o in self.rows if o.time]
-    whole = first(o for o in timed if not o.line)
-    best = self.best
-    faster = [o for o in timed if whole and o.rate>whole.rate]
-    rivals = [o for o in timed if best and o.fits and o.is_same==best.is_same and o.rate>.9*best.rate]
+    "The learner as it is and what seems faster, and the best way and others that could be it"
+    whole,best = self.whole,self.best
+    faster = [o for o in self.timed if whole and o.rate>whole.rate]
+    peers = [o for o in self.timed if best and o.fits and o.is_same==best.is_same]
+    rivals = [o for o in peers if o.rate>.9*best.rate]
     return list(dict.fromkeys(o for os in ([whole, *faster],rivals) if len(os)>1 for o in os))
 
 @patch
@@ -412,6 +437,10 @@ def settle(self:Trials):
     for _ in range(2):
         for o in self.unclear():
             if not self.is_late(): self.measure(o)
+    if not self.whole: return
+    least = self.whole.time/self.whole.n   # for a sample
+    for o in self.timed:
+        if max(o.times)/o.n>=least: o.time = max(o.time, o.n*least)
 
 # %% ../../nbs/inside/what_fits.ipynb #74e38cac
 @dataclass(repr=False)
@@ -426,10 +455,12 @@ class Fits:
     def reason(self):
         "Why there is no `best`, in words; `None` if there is one"
         if self.best: return None
-        if not self.budget: return "Without a budget there is no suggestion; pass one, such as budget='8GB'"
+        if not self.budget:
+            return "Without a budget there is no suggestion; pass one, such as budget='8GB'"
         least = min((o for o in self.ways if o.peak), key=attrgetter('peak'), default=None)
-        most = f': `{least.line or "learn"}` takes the least, {as_text(least.peak)}' if least else ''
-        return f'Nothing fits in {as_text(self.budget)}{most}. Take a smaller model, smaller images or shorter texts'
+        fails = f'Nothing fits in {as_text(self.budget)}'
+        if least: fails += f': `{least.line or "learn"}` takes the least, {as_text(least.peak)}'
+        return f'{fails}. Take a smaller model, smaller images or shorter texts'
 
 # %% ../../nbs/inside/what_fits.ipynb #c3ee137d
 @patch(as_prop=True)
@@ -453,14 +484,16 @@ def table(self:Fits):
 
 # %% ../../nbs/inside/what_fits.ipynb #516b1d4a
 @patch
-def __repr__(self:Fits): return f'{self.title}\n\n{self.table.to_string(index=False)}\n\n{self.note}'
+def __repr__(self:Fits):
+    return '\n\n'.join([self.title, self.table.to_string(index=False), self.note])
 
 @patch
 def _repr_html_(self:Fits):
     "The same, in the colours of the page"
     def shown(s): return re.sub('`([^`]*)`', r'<code>\1</code>', escape(s))
-    t = self.table.to_html(index=False, border=0)
-    return f'<div><p><b>{shown(self.title)}</b></p>{t}<p><small>{shown(self.note)}</small></p></div>'
+    title = f'<p><b>{shown(self.title)}</b></p>'
+    note = f'<p><small>{shown(self.note)}</small></p>'
+    return f'<div>{title}{self.table.to_html(index=False, border=0)}{note}</div>'
 
 # %% ../../nbs/inside/what_fits.ipynb #0fee558e
 @patch
@@ -485,21 +518,23 @@ def plot(self:Fits):
 # %% ../../nbs/inside/what_fits.ipynb #a397865c
 @patch
 def what_fits(self:Learner,
-    budget:int|str|None=None, # Memory that a step may take: bytes, or `'8GB'`; `None` takes what is free on a GPU
+    budget:int|str|None=None, # What a step may take: bytes, or `'8GB'`; `None`: what is free on a GPU
     n_try:int=2 # Steps to measure in each way, after one that warms up
 )->Fits: # The result, which a notebook shows as a table
-    """Try the ways to train in less memory for a few steps each, change nothing, and suggest one of them
+    """Try the ways to train in less memory for a few steps each, and suggest one; nothing is changed
 
-    Example: `learn.what_fits('8GB')`, or `learn.what_fits()` on a GPU; then write the line that it suggests.
+    Example: `learn.what_fits('8GB')`, or `learn.what_fits()` on a GPU; then write the line it suggests.
     It takes about two minutes at most. It needs one process, and a loader with a batch.
     https://fastai-accum.github.io/fastai_accum/know/what_fits.html"""
     n_try = check_count('what_fits', 'n_try', n_try)
     if budget is not None: budget = n_bytes(budget)
-    if num_distrib()>1: raise RuntimeError("what_fits: call it in one process, before the others start")
+    if num_distrib()>1:
+        raise RuntimeError("what_fits: call it in one process, before the others start")
     if not self.dls or not len(getattr(self.dls, 'loaders', [1])):
         raise ValueError("what_fits: the learner has no training loader; set `learn.dls`")
     trials = Trials(self, budget, n_try)
-    if self.cbs.filter(has_bar): trials.bar = progress_bar(range(2*trials.n.bit_length()+4), leave=False)
+    n_ways = 2*trials.n.bit_length()+4   # about
+    if self.cbs.filter(has_bar): trials.bar = progress_bar(range(n_ways), leave=False)
     gc.collect()
     gc.freeze()   # or each row would look twice at every object of Python, for most of its time
     try: trials.try_all()

@@ -121,11 +121,11 @@ def test_ends_in_time(monkeypatch):
 
 def test_noise_does_not_decide(monkeypatch):
     "The first measurement of the learner as it is takes three times as long as the others"
-    taken,fastest = [],what_fits.Meter.fastest
+    taken = []
     def slow_at_first(meter):
         taken.append(1)
-        return (3. if len(taken)==1 else 1.),fastest(meter)[1]
-    monkeypatch.setattr(what_fits.Meter, 'fastest', slow_at_first)
+        return [(3. if len(taken)==1 else 1.,16), (3.,16)]
+    monkeypatch.setattr(what_fits.Meter, 'steps', slow_at_first)
     found = fits(learner())
     assert found.ways[0].time==1. and set(found.table.time)=={'1.0'}
     assert len(taken)==2*len(found.ways)   # again, each of those that seemed faster, and then no more
