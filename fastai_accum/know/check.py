@@ -58,16 +58,19 @@ def __repr__(self:Check):
 def _repr_html_(self:Check):
     "The same as a table, in the colours of the page"
     def row(tag, *vs):
-        return '<tr>' + ''.join(f'<{tag} style="text-align:left">{escape(v)}</{tag}>' for v in vs) + '</tr>'
+        cells = [f'<{tag} style="text-align:left">{escape(v)}</{tag}>' for v in vs]
+        return f"<tr>{''.join(cells)}</tr>"
     rows = [row('td', o.kind, o.where, f'{o.error:.2g}', o.remedy) for o in self.causes]
-    table = f"<table>{row('th', 'cause', 'where', 'error', 'remedy')}{''.join(rows)}</table>" if rows else ''
-    return f'<div><p><b>{escape(self.title)}</b></p>{table}<p><small>{escape(self.compared)}</small></p></div>'
+    head = row('th', 'cause', 'where', 'error', 'remedy')
+    table = f"<table>{head}{''.join(rows)}</table>" if rows else ''
+    compared = f'<p><small>{escape(self.compared)}</small></p>'
+    return f'<div><p><b>{escape(self.title)}</b></p>{table}{compared}</div>'
 
 # %% ../../nbs/inside/check.ipynb #c1000002
 class SwitchOff(Callback):
     "Switches off in the model what is not `on`"
     order = 10_001   # after augmentations, which draw for themselves
-    def __init__(self, on, seed): self.on,self.seed = on,seed
+    def __init__(self, on, seed): store_attr()
     def before_fit(self):
         self.model.forward = partial(self.run, self.model.forward)
         self.learn._backward = partial(self.run, self.learn._backward)
@@ -89,28 +92,34 @@ _never = ('ProgressCallback','MixedPrecision','NonNativeMixedPrecision','Distrib
 class Bench:
     "Trains `learn` for one step in float64, on at most `bs` samples of its first batch"
     def __init__(self, learn, was, batch, bs, tick=noop):
-        self.learn,self.was,self.tick = learn,was,tick
+        store_attr('learn,was,tick')
         self.model = eager(get_model(learn.model))
         self.loss = learn.loss_func
-        self.acc,self.cut = (first(learn.cbs, risinstance(o)) for o in (AccumulateStep,MicroBatch))
+        self.acc = first(learn.cbs, risinstance(AccumulateStep))
+        self.cut = first(learn.cbs, risinstance(MicroBatch))
         self.savers = learn.cbs.filter(risinstance((GradientCheckpointing,OffloadActivations)))
         on = accumulation_settings()
         self.is_own = bool(self.acc or self.cut or on or self.savers)
-        if not self.acc and (on or not self.is_own): self.acc = AccumulateStep(**(on or dict(n_step=2)))
+        if not self.acc and (on or not self.is_own):
+            self.acc = AccumulateStep(**(on or dict(n_step=2)))
         self.cbs = [o for o in (self.acc,self.cut,*self.savers) if o]
-        self.suspects = [o for o in learn.cbs if type(o) not in defaults.callbacks and not risinstance(_never, o)]
+        added = [o for o in learn.cbs if type(o) not in defaults.callbacks]
+        self.suspects = [o for o in added if not risinstance(_never, o)]
         self.plan(batch, bs)
 
 # %% ../../nbs/inside/check.ipynb #c1000005
 @patch
 def plan(self:Bench, batch, bs):
     "Choose the samples, and the sizes of the micro-batches"
-    device = torch.device(getattr(self.learn.dls, 'device', None) or next(self.model.parameters()).device)
+    device = getattr(self.learn.dls, 'device', None) or next(self.model.parameters()).device
+    device = torch.device(device)
     self.device = device if has_float64(device) else torch.device('cpu')
     n = min(bs, n_of(self.learn.dls, batch))
-    if n<2: raise ValueError(f"check_accumulation: the first training batch has {n} sample, and at least 2 are needed"
-                             "; set a larger batch size in the loader")
-    self.yours = self.cut.bs if self.cut and self.cut.bs!='auto' else batch_size(self.learn.dls.train)
+    if n<2:
+        raise ValueError(f"check_accumulation: the first training batch has {n} sample, and at least 2 are "
+                         "needed; set a larger batch size in the loader")
+    is_cut = self.cut and self.cut.bs!='auto'
+    self.yours = self.cut.bs if is_cut else batch_size(self.learn.dls.train)
     self.per_batch = 1 + bool(self.acc and self.cut)   # micro-batches in a batch of a window
     self.size = size = max(1, min(self.yours or n, n//(2*self.per_batch)))
     uneven = [k for k in range(n, size, -1) if math.gcd(k, size)==1 and k%size!=1]
@@ -128,7 +137,7 @@ def take(self:Bench, batch, is_corner=False):
 # %% ../../nbs/inside/check.ipynb #chk00007
 @patch
 def corners(self:Bench, size=32):
-    "The batch with a corner of each image; `None` if it has no large images, or if its targets are not one value or a row"
+    "The batch with a corner of each image; `None` without large images, or if targets are large"
     def part(o): return o[...,:size,:size] if o.ndim==4 else o
     targets = self.batch[n_inputs(self.learn.dls, self.batch):]
     is_image = any(part(o).shape!=o.shape for _,o in leaves(self.batch))
@@ -140,12 +149,12 @@ def whole(self:Bench, *cbs): return [self.batch],cbs
 
 @patch
 def windows(self:Bench, size=None, **kwargs):
-    "Batches of the loader, and the learner's own callbacks for micro-batches of `size`; the first one gets `kwargs`"
+    "Batches and the learner's own callbacks for slices of `size`; the first one gets `kwargs`"
     size = size or self.size
     cbs = list(map(copy, self.cbs))
     vars(cbs[0]).update(kwargs)
     for o in cbs:
-        if isinstance(o, AccumulateStep): o.n_step,o.n_samples = None,self.n
+        if isinstance(o, AccumulateStep): vars(o).update(n_step=None, n_samples=self.n)
         if isinstance(o, MicroBatch): o.bs = size
     return self.split(self.batch, size*self.per_batch if self.acc else self.n),cbs
 
@@ -156,8 +165,11 @@ def ready(self:Bench, batches, on):
     learn = self.learn
     self.was.put_back()
     for t,*_ in self.was.tensors:
-        if t.is_leaf: t.grad,t.data = None,double(t.detach().to(self.device, copy=True))
-    learn.remove_cbs([o for o in learn.cbs if risinstance(_never, o) or o in self.suspects and o not in on])
+        if not t.is_leaf: continue
+        t.grad = None
+        t.data = double(t.detach().to(self.device, copy=True))
+    learn.remove_cbs(learn.cbs.filter(risinstance(_never)))
+    learn.remove_cbs([o for o in self.suspects if o not in on])
     dls = copy(learn.dls)
     dl = Given(learn.dls.train, batches, n_of(learn.dls, batches[0]))
     vars(dls).update(train=dl, loaders=[dl], _device=self.device)
@@ -167,12 +179,13 @@ def ready(self:Bench, batches, on):
 # %% ../../nbs/inside/check.ipynb #chk00008
 @patch
 def run(self:Bench, way, on, seed=0, line=None):
-    "What is seen in one step with the batches and callbacks of `way`; the suspects that are not `on` are off"
+    "What is seen in one step with the batches and callbacks of `way`; what is not `on` is off"
     key = way,frozenset(map(id, on)),seed,line
     if key in self.runs: return self.runs[key]
     self.tick()
     batches,cbs = way()
-    learn,seen = self.learn,Seen()
+    learn = self.learn
+    seen = Seen()
     self.ready(batches, on)
     if 'loss' not in on:
         learn.loss_func = plain_loss
@@ -180,8 +193,9 @@ def run(self:Bench, way, on, seed=0, line=None):
     if line: line(learn)
     train(learn, [seen, SwitchOff(on, seed), *cbs], seed=seed)
     if not seen.grads:
-        raise RuntimeError("check_accumulation: the learner made no step on the first batch; a callback cancelled it, or "
-                           "the loss ignores all labels; then pass a larger bs, or load a batch with other labels")
+        raise RuntimeError("check_accumulation: the learner made no step on the first batch; a callback cancelled "
+                           "it, or the loss ignores all labels; then pass a larger bs, or load a batch with "
+                           "other labels")
     if way==self.whole and not line: self.runs[key] = seen   # others do not come again
     return seen
 
@@ -190,17 +204,20 @@ def run(self:Bench, way, on, seed=0, line=None):
 def error(self:Bench, on, way=None, line=None):
     "The error of a step in the learner's own micro-batches, or in another `way`"
     for seed in range(3 if 'dropout' in on else 1):
-        part,whole = (self.run(o, on, seed, line).kept['the gradient'][0] for o in (way or self.windows, self.whole))
+        def grad(way): return self.run(way, on, seed, line).kept['the gradient'][0]
+        part = grad(way or self.windows)
+        whole = grad(self.whole)
         if not 0<whole[1].norm()<math.inf:
-            raise ValueError(f"check_accumulation: the gradient of the first {self.n} samples is zero or not finite; "
-                             "does the loss ignore all their labels, or not depend on the model?")
+            raise ValueError(f"check_accumulation: the gradient of the first {self.n} samples is zero or not "
+                             "finite; does the loss ignore all their labels, or not depend on the model?")
         if (err := off(part, whole))>_tol: break
     return err
 
 @patch
 def first_error(self:Bench):
     "The error with everything on: on a corner of each image, if the model and the loss take that"
-    on,full = [*_kinds, *self.suspects],self.batch
+    on = [*_kinds, *self.suspects]
+    full = self.batch
     if (batch := self.corners()) is not None:
         self.take(batch, True)
         try: return self.error(on)
@@ -212,27 +229,40 @@ def first_error(self:Bench):
 def causes(self:Bench):
     "Find the suspects that make an error, and what is left"
     on = [o for o in self.suspects if not self.runs_without(o)]
-    found,rest = {},self.error(on)
+    rest = self.error(on)
+    found = {}
     for k in ('loss', *(o for o in self.suspects if o not in on), 'batch norm', 'dropout'):
         e = self.error([*on, k])
-        if e>_tol and abs(e-rest)>1e-6*rest and (k!='loss' or rest<=_tol): found[k] = e,[*on, k]
-        else: on,rest = [*on, k],e
+        is_cause = e>_tol and abs(e-rest)>1e-6*rest
+        if is_cause and (k!='loss' or rest<=_tol): found[k] = e,[*on, k]
+        else:
+            on = [*on, k]
+            rest = e
     if rest>_tol: found['unknown'] = rest,on
     self.ways = ('exact','coupled') if {'batch norm','dropout'} & {*found} else ('coupled','exact')
-    return [self.explained(k, *found[k]) for k in (*_kinds, *self.suspects, 'unknown') if k in found]
+    order = *_kinds,*self.suspects,'unknown'
+    return [self.explained(k, *found[k]) for k in order if k in found]
 
 @patch
 def runs_without(self:Bench, o):
+    "Whether the learner makes a step without the callback `o`"
     try: return self.run(self.whole, [*_kinds, *(p for p in self.suspects if p is not o)])
-    except Exception: return False
+    except Exception as e:   # such as the `AttributeError` of what needs `o`
+        if is_our_bug(e): raise
+        return False
 
 # %% ../../nbs/inside/check.ipynb #c1000014
 @patch
 def explained(self:Bench, k, err, on):
     "The `Cause` for suspect `k`, with its remedy"
-    if not isinstance(k, str): kind,where = 'augmentation' if hasattr(type(k), 'before_batch') else 'callback',type(k).__name__
-    else: kind,where = k,self.begins(k, on)
-    return Cause(kind, where or type(self.model).__name__, err, '; or '.join(self.remedies(kind, on)))
+    if isinstance(k, str):
+        kind = k
+        where = self.begins(k, on)
+    else:
+        kind = 'augmentation' if hasattr(type(k), 'before_batch') else 'callback'
+        where = type(k).__name__
+    remedy = '; or '.join(self.remedies(kind, on))
+    return Cause(kind, where or type(self.model).__name__, err, remedy)
 
 @patch
 def begins(self:Bench, kind, on):
@@ -244,7 +274,7 @@ def begins(self:Bench, kind, on):
 # %% ../../nbs/inside/check.ipynb #c4000005
 @patch
 def mends(self:Bench, on, cb=None, line=None, **kwargs):
-    "Whether the gradient is right with the whole batch and `cb`, or in the learner's own way after `line`"
+    "Whether the gradient is right with the whole batch and `cb`, or in the own way after `line`"
     way = partial(self.whole, copy(cb), *self.savers) if cb else partial(self.windows, **kwargs)
     try:
         if self.error(on, way, line)>_tol: return False
@@ -252,7 +282,7 @@ def mends(self:Bench, on, cb=None, line=None, **kwargs):
         if getattr(cb, 'exact', False): refuse(self.learn.model)
         if getattr(cb, 'prove', None): self.prove(cb)
         return True
-    except Exception as e:
+    except Exception as e:   # what the learner's own code raises, with this remedy
         if is_our_bug(e): raise
         return False
 
@@ -280,7 +310,8 @@ class Remedy:
     def __repr__(self): return self.text
 
 _counts = {   # of these, the sum
-    '({}!=0)':lambda y: y!=0, '({}!=-100)':lambda y: y!=-100, '({}>=0)':lambda y: y>=0, '({}>0)':lambda y: y>0,
+    '({}!=0)':lambda y: y!=0, '({}!=-100)':lambda y: y!=-100,
+    '({}>=0)':lambda y: y>=0, '({}>0)':lambda y: y>0,
     '(~{}.isnan())':lambda y: ~y.isnan(), '{}':noop}
 
 def _count(count, i, pred, *yb): return count(leaves(yb)[i][1]).sum()
@@ -306,23 +337,27 @@ def remedies(self:Bench, kind, on):
     if kind=='loss' and (good := first(o for o in self.settings() if mends(size=1, **o))):
         vars(cb := copy(self.cbs[0])).update(good)
         return [shown(cb)]
-    res = [self.whole_line(good)] if (good := first(k for k in self.ways if mends(self.micro(k, self.size)))) else []
+    good = first(k for k in self.ways if mends(self.micro(k, self.size)))
+    res = [self.whole_line(good)] if good else []
     if kind=='batch norm': res += [o.text for o in _of_norms if mends(line=o)]
     if kind=='dropout': res.append('do nothing: other dropout masks are just as good')
-    if kind=='unknown' and not res: res.append('rewrite the module so that it computes each sample by itself')
+    if kind=='unknown' and not res:
+        res.append('rewrite the module so that it computes each sample by itself')
     for o in (GradientCheckpointing,OffloadActivations) if kind=='unknown' or not res else ():
         if mends(o()): res.append(f'keep the large batch in memory with {o.__name__}()')
     return res or ['no setting that was tried makes it exact']
 
 @patch
-def micro(self:Bench, arg, bs): return MicroBatch(bs, split=getattr(self.cut, 'split', None), **{arg:True})
+def micro(self:Bench, arg, bs):
+    return MicroBatch(bs, split=getattr(self.cut, 'split', None), **{arg:True})
 
 @patch
 def whole_line(self:Bench, arg):
     "The line with a `MicroBatch` that has `arg`"
     instead = ' instead of AccumulateStep' if self.is_own and self.acc else ''
     if accumulation_settings(): instead = ' after turn_off_accumulation()'
-    return f'{shown(self.micro(arg, self.yours or self.size))}{instead}, with the large batch size in the loader'
+    line = shown(self.micro(arg, self.yours or self.size))
+    return f'{line}{instead}, with the large batch size in the loader'
 
 def shown(cb): return re.sub(r'<function (\S+) at \w+>', r'\1', repr(cb))
 
@@ -332,7 +367,8 @@ def check(self:Bench):
     "The result of `check_accumulation`"
     err = self.first_error()
     causes = self.causes() if err>_tol else []
-    who = 'The micro-batches' if self.acc or self.cut else 'Your learner trains on whole batches. Its callbacks'
+    who = 'Your learner trains on whole batches. Its callbacks'
+    if self.acc or self.cut: who = 'The micro-batches'
     gives = 'do not give' if causes else 'give'
     how = f'relative error {err:.2g}' if err else 'bit for bit'
     title = f'{who} {gives} the same gradient as the large batch: {how}'
@@ -344,38 +380,47 @@ def check(self:Bench):
 def compared(self:Bench, n_causes):
     "What was compared, in words"
     yours = f'; yours have {self.yours}' if self.is_own and self.yours else ''
-    sizes = f'at once and in micro-batches of at most {self.size}{yours},' if self.acc or self.cut else 'without and'
-    example = '' if self.is_own else ' as an example, because your learner trains on whole batches now'
-    alone = ' The error of a cause is measured with the others off, so they do not add up.' if n_causes>1 else ''
-    corner = ' A corner of 32 pixels stands for each image.' if self.is_corner else ''
+    sizes = 'without and'
+    if self.acc or self.cut: sizes = f'at once and in micro-batches of at most {self.size}{yours},'
+    example = ' as an example, because your learner trains on whole batches now'*(not self.is_own)
+    alone = ' The error of a cause is measured with the others off, so they do not add up.'*(n_causes>1)
+    corner = ' A corner of 32 pixels stands for each image.'*self.is_corner
     return (f"Compared: one step on {self.n} samples of the first training batch, {sizes} with "
             f"{' and '.join(map(shown, self.cbs))}{example}. "
             f"Everything runs in float64 on {self.device.type}.{corner}{alone}")
 
+# %% ../../nbs/inside/check.ipynb #chk00014
+def _check_can(learn, bs):
+    "Raise an error for a learner that cannot be checked on `bs` samples"
+    if type(bs) is not int or bs<2:
+        raise ValueError(f"check_accumulation: bs must be an int of at least 2, got {bs!r}")
+    if learn.cbs.filter(lambda o: type(o).__name__=='GANTrainer'):
+        raise ValueError("check_accumulation: a GANLearner trains two models in turn, which the check does not "
+                         "follow. Check each of them in a Learner of its own, with its own loss")
+    if not learn.dls:
+        raise ValueError("check_accumulation: the learner has no training loader; set `learn.dls`")
+
 # %% ../../nbs/inside/check.ipynb #ac824e9e
 @patch
 def check_accumulation(self:Learner,
-    bs:int=16 # Samples to compare, at most one batch; they are cut into micro-batches of your size, or smaller ones
+    bs:int=16 # Samples to compare, at most a batch; they are cut into micro-batches of at most your size
 )->Check: # The result, which a notebook shows as a table
-    "Check whether micro-batches give the same gradient as the large batch, and find the causes if they do not"
-    if type(bs) is not int or bs<2:
-        raise ValueError(f"check_accumulation: bs must be an int of at least 2, got {bs!r}")
-    if self.cbs.filter(lambda o: type(o).__name__=='GANTrainer'):
-        raise ValueError("check_accumulation: a GANLearner trains two models in turn, which the check does not follow. "
-                         "Check each of them in a Learner of its own, with its own loss")
-    if not self.dls: raise ValueError("check_accumulation: the learner has no training loader; set `learn.dls`")
-    opt,was = self.opt,None
+    "Check whether micro-batches give the gradient of the large batch, and if not, find the causes"
+    _check_can(self, bs)
+    opt = self.opt
+    was = None
     told = Told('The gradients are compared', self, 12)
     try:
         self.opt = None   # its state is not touched
-        was,dl = learner_state(self, copies=False),self.dls.train
+        was = learner_state(self, copies=False)
+        dl = self.dls.train
         batch = dl.one_batch() if hasattr(dl, 'one_batch') else first(dl)
         was.put_back()
         with apart(self.model): return Bench(self, was, batch, bs, told).check()
     except Exception as e:
         if 'more than 1 value per channel' in str(e):
-            raise ValueError("check_accumulation: batch norm needs two samples in a micro-batch; pass bs=4 or more, "
-                             "and load batches of 4 or more") from e
+            raise ValueError("check_accumulation: batch norm needs two samples in a micro-batch; pass bs=4 or "
+                             "more, and load batches of 4 or more") from e
         if not is_out_of_memory(e) or bs<8: raise
     finally:
         told.end()

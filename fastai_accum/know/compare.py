@@ -10,7 +10,7 @@ __all__ = ['tol', 'values', 'dice', 'sketch', 'off', 'Seen', 'plain_loss', 'by_i
 # %% ../../nbs/know/compare.ipynb #cmpb803d
 from fastai.basics import *
 from ..exact.whole import planning
-from ..slices import leaves
+from ..slices import keys,leaves
 from ..state import contents,everybodys,held,is_generator,items
 
 # %% ../../nbs/know/compare.ipynb #d1db444a
@@ -60,6 +60,7 @@ def off(a, b):
 class Seen(Callback):
     "Keeps what each batch and each step leaves behind, and moves the weights a little in each step"
     order = 10_000
+    knows_batch_norm = True   # nothing is printed of it
     def __init__(self, tick=noop): self.tick = tick   # called at each step
 
     def before_fit(self):
@@ -68,13 +69,14 @@ class Seen(Callback):
         self.grads = []                                 # of each step, the gradients by name
         self.rng = np.random.default_rng(0)
         self.is_open = False
-        self.learn.training,self.learn.epoch,self.learn.train_iter,self.learn.pct_train = True,0,0,0.
+        vars(self.learn).update(training=True, epoch=0, train_iter=0, pct_train=0.)
         for name,m in self.model.named_modules(): m.register_forward_hook(partial(self.note, name))
         if hasattr(self.model, 'reset'): self.model.reset()
 
     def before_batch(self): self.is_open = True
     def after_pred(self):
         self.is_open = False   # later, modules run for the second time
+        self.cached = 'past_key_values' in keys(self.learn.pred)   # what language models of transformers keep
         self.keep(leaves(self.learn.pred, 'prediction'), self.values())
     def values(self): return [(k,v) for k,v in values(self.model) if not isinstance(v, nn.Parameter)]
 

@@ -17,13 +17,15 @@ from ..state import State,arrays,generators,held
 # %% ../../nbs/know/unchanged.ipynb #daea15c7
 def learner_state(learn, copies=True)->State:
     "What `learn` holds now, and the random numbers"
-    model,dls = learn.model,learn.dls
+    model = learn.model
+    dls = learn.dls
     dicts = [d for m in model.modules() for d in vars(m).values() if isinstance(d, dict)]   # those of hooks too
     objects = held(learn, *learn.cbs, *dicts, depth=20)   # the state of an optimizer or of a loader lies deep
     data = {id(o) for o in held(dls, depth=20)}
     own = [o for o in objects if id(o) not in data or isinstance(o, torch.utils.data.Sampler)]
     values = {id(o):o for o in [*model.parameters(), *model.buffers(), *arrays(own)] if _can_change(o)}.values()
-    on = {torch.device(getattr(dls, 'device', None) or 'cpu'), *(o.device for o in values if isinstance(o, Tensor))}
+    on = {torch.device(getattr(dls, 'device', None) or 'cpu')}
+    on |= {o.device for o in values if isinstance(o, Tensor)}
     def copied(t): return t.detach().to('cpu', copy=True) if copies or not t.is_floating_point() else None
     return State(objects, values, generators([d for d in on if d.type!='cpu']), copied)
 
@@ -35,12 +37,16 @@ def _can_change(o):
 # %% ../../nbs/know/unchanged.ipynb #dc45f482
 class Trial(Callback):
     "A callback beside which loggers, trackers and savers do nothing, as in `lr_find`"
-    name,run_valid,num_it = 'lr_finder',False,None
+    name = 'lr_finder'
+    run_valid = False
+    num_it = None
+    knows_batch_norm = True   # what is printed once a session is not for a trial
 
 @contextmanager
 def unchanged(learn):
     "A block for a trial, without the learner's own `AccumulateStep`; afterwards the learner is as it was"
-    autocast,was = Autocast(),learner_state(learn)
+    autocast = Autocast()
+    was = learner_state(learn)
     try:
         for o in was.tensors:
             if o.grad is not None: o.tensor.grad = None   # the trial would clear it in place

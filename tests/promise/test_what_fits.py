@@ -112,6 +112,24 @@ def test_says_why_there_is_no_suggestion():
     for o in repr(found),found._repr_html_(): assert found.reason.split('`')[0] in o and 'gradient_checkpointing' in o
     found.plot()
 
+def test_ends_in_time(monkeypatch):
+    "After `limit` seconds no other way is begun; the learner as it is is always measured"
+    monkeypatch.setattr(what_fits, 'limit', 0)
+    found = fits(learner())
+    assert [o.line for o in found.ways]==[''] and found.ways[0].time>0
+    assert '`learn.micro_batch(8)` (no other way is begun after 0 s)' in found.note
+
+def test_noise_does_not_decide(monkeypatch):
+    "The first measurement of the learner as it is takes three times as long as the others"
+    taken = []
+    def slow_at_first(meter):
+        taken.append(1)
+        return [(3. if len(taken)==1 else 1.,16), (3.,16)]
+    monkeypatch.setattr(what_fits.Meter, 'steps', slow_at_first)
+    found = fits(learner())
+    assert found.ways[0].time==1. and set(found.table.time)=={'1.0'}
+    assert len(taken)==2*len(found.ways)   # again, each of those that seemed faster, and then no more
+
 def test_our_callbacks_are_measured_first_and_then_left_out():
     learn = learner(cbs=[MicroBatch(12), AccumulateStep(2)])
     whole = fits(learner()).ways[0]
