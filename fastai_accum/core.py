@@ -193,7 +193,7 @@ class Epoch:
             check_plan(acc, self.windows, *map(plan, range(learn.epoch+1, learn.n_epoch if acc.varies else 0)))
             check_loss(acc, learn.loss_func)
             if self.group.synced:   # gradients pass through the norms of other processes, so all have one scale
-                acc.scale, = self.group.sum('epoch', self.windows.size(0.)*(not acc.n_samples and self.windows.bs or 1))
+                acc.scale, = self.group.sum('begins a fit', (self.windows.n or 1)/len(self.windows))
         self.is_mean,self.averages = loss_reduction(learn.loss_func)!='sum',acc.averages(learn.loss_func)
         self.each = learn.cbs.sorted('order').filter(wants_each)        # those with `after_batch` at each micro-batch
         rec = vars(learn).get('recorder')
@@ -211,9 +211,9 @@ def train_epoch(self:WindowCallback, learn):
     try:
         with _by_micro(learn, epoch):
             for i,batches in enumerate(windows): epoch.train_window(i, batches)
-        epoch.group.sum('epoch')
-    except BaseException:
-        if epoch.cut and epoch.cut.exact: epoch.group.fail()   # the others may wait at a `SyncBatchNorm`
+        epoch.group.sum('has no more batches')
+    except BaseException as e:
+        if epoch.cut and epoch.cut.exact: epoch.group.fail(e)   # the others may wait at a `SyncBatchNorm`
         raise
     finally: self.counts.n_samples = epoch.n_before+windows.n_samples
 
@@ -252,6 +252,7 @@ def end(self:Epoch, i, win):
     "Step, count the samples, and run `after_batch`"
     acc,learn,windows = self.acc,self.learn,self.windows
     had_it = [] if win.is_last else self.each   # the loader may have ended early
+    self.group.awaited = False   # now come gradients, and callbacks that may send messages, too
     win.step()
     acc.counts.n_samples = self.n_before+windows.n_samples
     acc.counts.sizes.append(win.n_stepped)
@@ -405,7 +406,7 @@ def step(self:Window):
     learn,acc,epoch,ps = self.learn,self.acc,self.epoch,parameters(self.learn)
     self.is_last = True
     used = [p.grad is not None for p in ps]
-    self.n_all,weight,loss,*used = epoch.group.sum('step', self.n_samples, self.weight, self.loss, *used)
+    self.n_all,weight,loss,*used = epoch.group.sum('ends a window', self.n_samples, self.weight, self.loss, *used)
     if not weight:
         learn.loss = learn.loss if acc.last_loss is None else acc.last_loss
         return

@@ -522,8 +522,8 @@ cases.update(
     breaks_batch    = Breaks(event='before_batch'),
     breaks_loader   = Breaks(event='loader'),
     breaks_ctrl_c   = Breaks(ctrl_c, error=KeyboardInterrupt),
-    leaves_out      = Breaks(cancel, event='after_loss', error=RuntimeError, says='1 is at the end of a window'),
-    leaves_out_all  = Breaks(cancel, event='before_batch', error=RuntimeError, says='1 is at the end of a window'),
+    leaves_out      = Breaks(cancel, event='after_loss', error=RuntimeError, says='1 ends a window'),
+    leaves_out_all  = Breaks(cancel, event='before_batch', error=RuntimeError, says='1 ends a window'),
 )
 
 class Refuses(Synced):

@@ -316,7 +316,7 @@ def before_step(self:NoiseScale):
     # `get_scale` would wait for the device
     by = 1 if scaler is None else scaler.scale(torch.ones((), device=self.ps[0].device))**2
     win,is_bad = s.win,s.is_bad or len(s.now)>0
-    n,weight,samples,is_bad,*sq = win.epoch.group.sum('step', s.n, win.weight, win.n_samples, is_bad, *s.sq/by)
+    n,weight,samples,is_bad,*sq = win.epoch.group.sum('measures the noise', s.n, win.weight, win.n_samples, is_bad, *s.sq/by)
     if is_bad: self.warn("a window is left out: a parameter got more than one gradient in a micro-batch")
     if is_bad or n<2: return
     whole = s.total(s.squares(i, p.grad) for i,p in enumerate(self.ps) if p.grad is not None)/(weight/win.total)**2
