@@ -141,7 +141,7 @@ class Meeting:
     def finish(self):
         "All slices have arrived: compute the statistics of the batch, and update the running statistics once"
         a = self.args
-        self.total,self.mean,sq = merge(self.gather('forward', self.i, *merge(self.parts)))
+        self.total,self.mean,sq = merge(self.gather(f'is at batch norm {self.i} of a batch', *merge(self.parts)))
         if self.total==1: raise ValueError("Expected more than 1 value per channel when training")   # as PyTorch says
         self.var = sq/self.total
         self.inv = (self.var+a.eps).rsqrt()
@@ -169,7 +169,7 @@ def bring(self:Meeting, k, x, dy, host):
 def add_up(self:Meeting):
     "All slices have brought their gradients; a slice with an unused output brings none"
     own = [sum((o[i] for o in self.grads.values()), torch.zeros_like(self.mean)) for i in (1,2)]
-    n,*sums = map(sum, zip(*self.gather('backward', self.i, len(self.grads), *own)))
+    n,*sums = map(sum, zip(*self.gather(f'is back at batch norm {self.i} of a batch', len(self.grads), *own)))
     if n: self.sums = dict.fromkeys(range(len(self.parts)), sums)
 
 @patch
