@@ -1,5 +1,5 @@
 """Seconds and bytes of a window on two processes, for fastai's callback and for `AccumulateStep`, over a link that is made slow.
-Then the seconds of a batch with `SyncBatchNorm`: whole, in plain DDP, and in slices with `MicroBatch(bs, exact=True)`.
+Then the seconds and messages of a batch with `SyncBatchNorm`: whole, in plain DDP, and in slices with `MicroBatch(bs, exact=True)`.
 
     python benchmarks/distributed.py           # print the tables, about three minutes
     python benchmarks/distributed.py --save    # and write them to distributed.json and synced.json in benchmarks/results, which the page shows
@@ -36,25 +36,31 @@ def learner(n_step, cb):
 
 @contextmanager
 def counting(sent):
-    "Add up the bytes that `all_reduce` gets, in `sent[0]`"
-    plain = dist.all_reduce
-    def count(t, *args, **kwargs):
-        sent[0] += t.nbytes
-        return plain(t, *args, **kwargs)
-    dist.all_reduce = count
+    "Add the bytes of each message that `all_reduce` and `all_gather` get to the list `sent`"
+    plain = {'all_reduce':dist.all_reduce, 'all_gather':dist.all_gather}
+    def all_reduce(t, *args, **kwargs):
+        sent.append(t.nbytes)
+        return plain['all_reduce'](t, *args, **kwargs)
+    def all_gather(ts, t, *args, **kwargs):
+        sent.append(t.nbytes)
+        return plain['all_gather'](ts, t, *args, **kwargs)
+    dist.all_reduce,dist.all_gather = all_reduce,all_gather
     try: yield
-    finally: dist.all_reduce = plain
+    finally: dist.all_reduce,dist.all_gather = plain.values()
+
+def take_turns(learns, pairs, n):
+    "The seconds of a batch or window, of which an epoch has `n`, and all messages, for each learner; their epochs take turns `pairs` times"
+    for l in learns: l.fit(1)
+    secs,sent = [[] for _ in learns],[[] for _ in learns]
+    for i in range(pairs):
+        for k in list(range(len(learns)))[::1 if i%2 else -1]:
+            dist.barrier()
+            with counting(sent[k]): secs[k].append(clock(lambda: learns[k].fit(1))/n)
+    return secs,[(len(o)/pairs/n,sum(o)/pairs/n) for o in sent]
 
 def measure(n_step, pairs):
-    "The seconds and the bytes of a window, for fastai's callback and for ours, whose epochs take turns `pairs` times"
-    learns = learner(n_step, GradientAccumulation(BS*n_step)),learner(n_step, AccumulateStep(n_step))
-    for l in learns: l.fit(1)
-    secs,sent = ([],[]),([0],[0])
-    for i in range(pairs):
-        for k in (0,1) if i%2 else (1,0):
-            dist.barrier()
-            with counting(sent[k]): secs[k].append(clock(lambda: learns[k].fit(1))/N_WINDOWS)
-    return secs,[n/pairs/N_WINDOWS for n, in sent]
+    "The seconds and the messages of a window, for fastai's callback and for ours"
+    return take_turns([learner(n_step, GradientAccumulation(BS*n_step)),learner(n_step, AccumulateStep(n_step))], pairs, N_WINDOWS)
 
 class OnCpu(Function):
     "What `SyncBatchNorm` computes on a GPU, with the same messages; PyTorch has no code for CPUs"
@@ -101,23 +107,20 @@ def convs(n=8, width=64):
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
 
 def synced(pairs, bs=32, n_batches=3):
-    "The seconds of a batch, whole and in slices"
+    "The seconds and the messages of a batch, whole and in slices"
     on_cpus()
     def learner(*cbs):
         g = torch.Generator().manual_seed(dist.get_rank())
-        batches = [(torch.randn(bs,3,16,16,generator=g), torch.randint(10,(bs,),generator=g)) for _ in range(n_batches)]
+        batches = [(torch.randn(bs,3,8,8,generator=g), torch.randint(10,(bs,),generator=g)) for _ in range(n_batches)]
         dls = DataLoaders(DataLoader(batches, bs=None), DataLoader(batches[:1], bs=None))
-        return Learner(dls, DistributedDataParallel(convs()), nn.CrossEntropyLoss(), SGD, 1e-3, trainable_params, cbs=[TrainEvalCallback, NoValid(), *cbs],
-                       default_cbs=False)
-    learns,secs = [learner(), *(learner(MicroBatch(k, exact=True)) for k in (bs//2,bs//4))],([],[],[])
+        model = DistributedDataParallel(convs())
+        model.register_comm_hook(None, allreduce_hook)
+        return Learner(dls, model, nn.CrossEntropyLoss(), SGD, 1e-3, trainable_params, cbs=[TrainEvalCallback, NoValid(), *cbs], default_cbs=False)
+    learns = [learner(), *(learner(MicroBatch(k, exact=True)) for k in (bs,bs//2,bs//4))]
     for l in learns: l.fit(1)
     flat = [torch.cat([o.detach().double().flatten() for o in l.model.state_dict().values()]) for l in learns]
     for o in flat[1:]: assert (o-flat[0]).norm()/flat[0].norm()<1e-5
-    for i in range(pairs):
-        for k in (0,1,2) if i%2 else (2,1,0):
-            dist.barrier()
-            secs[k].append(clock(lambda: learns[k].fit(1))/n_batches)
-    return secs
+    return take_turns(learns, pairs, n_batches)
 
 def worker(rank, address, port, pairs, out):
     os.environ.update(RANK=str(rank), WORLD_SIZE='2', MASTER_ADDR=address, MASTER_PORT=str(port))
@@ -153,7 +156,7 @@ def run(pairs):
     with tempfile.TemporaryDirectory() as d:
         out = Path(d)/'out'
         def start(r):
-            env = {**os.environ, 'OMP_NUM_THREADS':'1', **({'GLOO_SOCKET_IFNAME':f'fav{r}'} if slow else {})}
+            env = {**os.environ, 'OMP_NUM_THREADS':'1', 'MALLOC_MMAP_MAX_':'0', 'MALLOC_TRIM_THRESHOLD_':str(10**11), **({'GLOO_SOCKET_IFNAME':f'fav{r}'} if slow else {})}
             args = dict(rank=r, address=address, port=port, pairs=pairs, out=out)
             cmd = [sys.executable, '-W', 'ignore', __file__, *[str(o) for k,v in args.items() for o in (f'--{k}',v)]]
             return subprocess.Popen((['ip','netns','exec',f'fa{r}'] if slow else [])+cmd, env=env)
@@ -165,13 +168,19 @@ def run(pairs):
         assert not any(codes), codes
         return pickle.loads(out.read_bytes()),f'{RATE[:-4]} Mbit/s' if slow else 'loopback, as fast as it is'
 
+def ratio(a, b):
+    "The median of the ratios `a`/`b` of epochs that took turns, and its 95 % interval"
+    return '{:.2f} ± {:.2f}'.format(*middle([x/y for x,y in zip(a,b)]))
+
 def rows(res):
-    for n,((theirs,ours),(b_theirs,b_ours)) in res.items():
-        ratios = sorted(o/t for o,t in zip(ours,theirs))
-        k = int(len(ratios)/2-0.98*len(ratios)**.5)
-        noise = (ratios[len(ratios)-1-k]-ratios[k])/2
-        secs = f'{statistics.median(theirs):.2f}',f'{statistics.median(ours):.2f}',f'{statistics.median(ratios):.2f} ± {noise:.2f}'
+    for n,((theirs,ours),((_,b_theirs),(_,b_ours))) in res.items():
+        secs = f'{statistics.median(theirs):.2f}',f'{statistics.median(ours):.2f}',ratio(ours, theirs)
         yield [n, *secs, f'{b_theirs/2**20:.1f}', f'{b_ours/2**20:.1f}', f'{b_ours/b_theirs:.3f}']
+
+def synced_rows(secs, sent):
+    names = 'the whole batch of 32, plain DDP',*(f'MicroBatch({k}, exact=True)' for k in (32,16,8))
+    for name,t,(n,n_bytes) in zip(names, secs, sent):
+        yield [name, f'{statistics.median(t):.3f}', ratio(t, secs[0]) if t is not secs[0] else '1', f'{n:.3g}', f'{n_bytes/2**10:.0f}']
 
 if __name__=='__main__':
     p = argparse.ArgumentParser()
@@ -181,14 +190,11 @@ if __name__=='__main__':
     a = p.parse_args()
     if a.rank is not None: worker(a.rank, a.address, a.port, a.pairs, a.out)
     else:
-        (res,secs),link = run(a.pairs)
-        res = list(rows(res))
+        (res,of_norms),link = run(a.pairs)
+        res,of_norms = list(rows(res)),list(synced_rows(*of_norms))
         cols = ['n_step', "seconds a window, fastai's", 'AccumulateStep', 'ratio', "MiB a window, fastai's", 'AccumulateStep', 'ratio']
-        print(table(res, cols)); print(f'2 processes, link {link}; {a.pairs} pairs; {machine()}')
-        whole = statistics.median(secs[0])
-        exact = [[name, f'{statistics.median(o):.2f}', f'{statistics.median(o)/whole:.2f}'] for name,o in
-                 zip(('the whole batch of 32, plain DDP','MicroBatch(16, exact=True)','MicroBatch(8, exact=True)'), secs)]
-        print(table(exact, ['eight SyncBatchNorm','seconds a batch','ratio']))
+        norm_cols = ['eight SyncBatchNorm', 'seconds a batch', 'ratio', 'messages a batch', 'KiB a batch']
+        print(table(res, cols)); print(table(of_norms, norm_cols)); print(f'2 processes, link {link}; {a.pairs} pairs; {machine()}')
         if a.save:
             save('distributed', rows=res, cols=cols, link=link, pairs=a.pairs)
-            save('synced', rows=exact, link=link, pairs=a.pairs)
+            save('synced', rows=of_norms, cols=norm_cols, link=link, pairs=a.pairs)

@@ -230,9 +230,7 @@ def check(self:Epoch):
     check_loss(acc, self.learn.loss_func)
     if self.group.synced:
         # gradients pass through the norms of the other processes, so all need the same scale now
-        size = self.windows.size(0.)
-        bs = 1 if acc.n_samples else self.windows.bs or 1
-        acc.scale, = self.group.sum('epoch', size*bs)
+        acc.scale, = self.group.sum('begins a fit', (self.windows.n or 1)/len(self.windows))
 
 # %% ../nbs/core.ipynb #8fe80876
 @patch
@@ -247,9 +245,9 @@ def train_epoch(self:WindowCallback, learn):
     try:
         with _by_micro(learn, epoch):
             for i,batches in enumerate(epoch.windows): epoch.train_window(i, batches)
-        epoch.group.sum('epoch')
-    except BaseException:
-        if epoch.slicer and epoch.slicer.exact: epoch.group.fail()   # others may wait at a norm
+        epoch.group.sum('has no more batches')
+    except BaseException as e:
+        if epoch.slicer and epoch.slicer.exact: epoch.group.fail(e)   # others may wait at a norm
         raise
     finally: self.counts.n_samples = epoch.n_before+epoch.windows.n_samples
 
@@ -291,6 +289,7 @@ def end(self:Epoch, i, win):
     "Step, count the samples, and run `after_batch`"
     acc,learn = self.acc,self.learn
     had_it = [] if win.is_last else self.each   # the loader may have ended early
+    self.group.awaited = False   # now come gradients, and callbacks that may send messages, too
     win.step()
     acc.counts.n_samples = self.n_before+self.windows.n_samples
     acc.counts.sizes.append(win.n_stepped)
@@ -454,7 +453,7 @@ def step(self:Window):
     ps = parameters(learn)
     self.is_last = True
     used = [p.grad is not None for p in ps]
-    sums = self.epoch.group.sum('step', self.n_samples, self.weight, self.loss, *used)
+    sums = self.epoch.group.sum('ends a window', self.n_samples, self.weight, self.loss, *used)
     self.n_all,weight,loss,*used = sums
     if not weight:
         if self.acc.last_loss is not None: learn.loss = self.acc.last_loss

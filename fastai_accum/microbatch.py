@@ -92,11 +92,14 @@ def most(self:MicroBatch, learn, n):
 @patch
 def cut(self:MicroBatch, learn, b, bs=None):
     "The slices of `b`, and the number of samples in each"
-    if bs is None:
+    is_batch = bs is None
+    if is_batch:
         self.n = n_of(learn.dls, b)
         self.size = bs = self.most(learn, self.n)
     parts = (self.split or slices)(b, bs)
     if self.split: check_slices(learn.dls, b, parts, bs)
+    if is_batch and learn.training and self.group.synced and not self.exact:   # they wait at each `SyncBatchNorm`
+        self.group.sum(f'cuts a batch into {len(parts)} slices')
     return parts,[n_of(learn.dls, o) for o in parts]
 
 # %% ../nbs/microbatch.ipynb #8dbfd8af
@@ -122,7 +125,6 @@ class Plain:
         "The micro-batches of batch `b`, each with its samples, and whether it is the last"
         parts,sizes = self.micro.cut(learn, b)
         hidden = Hidden(learn.model)
-        self.micro.begin_batch(len(parts))
         for k,(part,n) in enumerate(zip(parts, sizes)):
             with hidden.rows(k, sizes): yield part,n,k==len(parts)-1
 
@@ -144,7 +146,6 @@ class Coupled:
 
     def run(self, learn, forward, xb, parts, sizes):
         "The predictions for each slice"
-        self.micro.begin_batch(len(parts))
         return one_by_one(ModelState(learn.model), forward, parts, sizes)
 
     def after_pred(self, learn):
@@ -225,11 +226,6 @@ def cut_inputs(self:MicroBatch, learn, xb, bs=None):
     parts,sizes = self.cut(learn, (*xb,*learn.yb) if self.split else xb, bs)
     return [o[:len(xb)] for o in parts],sizes if learn.yb or not self.split else None
 
-@patch
-def begin_batch(self:MicroBatch, n_slices):
-    "Plain slices must be as many in all processes, if these wait for each other at each `SyncBatchNorm`"
-    if self.group.synced and self.learn.training: self.group.sum('batch', i=n_slices)
-
 # %% ../nbs/microbatch.ipynb #5f4693b4
 def window_state(learn, metrics):
     "What a window of `learn` can change before its step, with `metrics` of the training set, as it is now"
@@ -243,6 +239,8 @@ def attempt(self:MicroBatch, epoch, sum_up, batches):
     "The window `sum_up(batches)`; with `bs='auto'` the same batches in smaller slices, if memory runs out"
     self.group = epoch.group
     if self.bs!='auto': return self.retry(epoch.learn, partial(sum_up, batches))
+    if self.group.synced: raise ValueError("MicroBatch: with SyncBatchNorm in several processes, bs must be a number, "
+                                           "such as the one that `learn.what_fits()` finds in one process")
     learn,acc,seen = epoch.learn,epoch.acc,[]
     state,autocast = window_state(learn, epoch.metrics),Autocast()
     scale,n_micro = acc.scale,acc.counts.n_micro

@@ -2,7 +2,7 @@
 each number of processes.
 
     python several.py RANK WORLD FOLDER CASE..."""
-import os,signal,sys
+import os,signal,sys,threading
 from contextlib import nullcontext
 from harness import *
 from fastai.distributed import *
@@ -16,6 +16,9 @@ import torch.distributed.nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch._C._distributed_c10d import _create_work_from_future
+from torch.futures import Future
+from torch.utils._pytree import tree_flatten,tree_map
 from datetime import timedelta
 
 N = 96
@@ -31,7 +34,8 @@ def cut(world, sizes):
             if k<len(sizes[r]): res[r].append(list(range(i, i+sizes[r][k]))); i += sizes[r][k]
     return res
 
-def batches(idxs, y): return [(features(N)[i], y[i]) for i in idxs]
+def placed(o): return o.to(here.device) if here.device else o   # where this process trains
+def batches(idxs, y): return [(placed(features(N)[i]), placed(y[i])) for i in idxs]
 
 def train(dls, model, cbs=None, loss_func=None, fit=None, opt_func=Adam):
     learn = make_learner(dls, model, loss_func=loss_func, opt_func=opt_func, splitter=trainable_params, cbs=cbs)
@@ -50,7 +54,7 @@ class Case:
         self.y = classes(N) if y is None else y
     def dls(self, idxs):
         return DataLoaders(DataLoader(batches(idxs, self.y), bs=None),
-                           DataLoader(batches([list(range(16))], self.y), bs=None))
+                           DataLoader(batches([list(range(16))], self.y), bs=None), device=here.device)
     def dropper(self, rank):
         "Leaves out the micro-batches that the case names, in the way that it names"
         event,f = self.leave or ('after_loss', no_batch)
@@ -59,7 +63,7 @@ class Case:
         "What process `rank` of `world` trains"
         cbs = [AccumulateStep(**(self.acc or dict(n_step=self.n_step))), self.dropper(rank),
                *L(self.cbs and self.cbs())]
-        learn = train(self.dls(cut(world, self.sizes)[rank]), DDP(self.model(), **(self.ddp or {})), cbs,
+        learn = train(self.dls(cut(world, self.sizes)[rank]), DDP(placed(self.model()), **(self.ddp or {})), cbs,
                       self.loss_func, self.fit)
         assert learn.model.require_backward_grad_sync and 'forward' not in vars(learn.model), 'something is left behind'
         return learn
@@ -386,6 +390,7 @@ def sums(x, weight, bias, running_mean, running_var, eps, momentum, group, world
 def on_cpus():
     """PyTorch's DDP refuses `SyncBatchNorm` on CPUs, and `SyncBatchNorm` refuses their tensors: step around both. What
     it would call has no code for CPUs: with `exact=True` it is not called, and otherwise `sums` stands in for it"""
+    if here.device: return
     DDP._passing_sync_batchnorm_handle = noop
     batchnorm.torch = CpuIsGpu(torch, _C=CpuIsGpu(torch._C, _get_privateuse1_backend_name=lambda: 'cpu'))
     batchnorm.sync_batch_norm = SimpleNamespace(apply=sums)
@@ -522,20 +527,34 @@ cases.update(
     breaks_batch    = Breaks(event='before_batch'),
     breaks_loader   = Breaks(event='loader'),
     breaks_ctrl_c   = Breaks(ctrl_c, error=KeyboardInterrupt),
-    leaves_out      = Breaks(cancel, event='after_loss', error=RuntimeError, says='1 is at the end of a window'),
-    leaves_out_all  = Breaks(cancel, event='before_batch', error=RuntimeError, says='1 is at the end of a window'),
+    leaves_out      = Breaks(cancel, event='after_loss', error=RuntimeError, says='1 ends a window'),
+    leaves_out_all  = Breaks(cancel, event='before_batch', error=RuntimeError, says='1 ends a window'),
 )
+
+class Interrupted(Breaks):
+    "Ctrl-C comes to process 1 while it waits for process 0"
+    def several(self, rank, world):
+        def slow():
+            if rank: threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            else: time.sleep(3)
+        plain = self.cbs
+        self.cbs = lambda: [*plain(), Callback(before_batch=lambda cb: self.bad and cb.iter==1 and slow())]
+        try: return super().several(rank, world)
+        finally: self.cbs = plain
+cases['breaks_in_wait'] = Interrupted(error=KeyboardInterrupt, i=None)
 
 class Refuses(Synced):
     "All processes refuse the callback `cb`, with the same error; then they train"
-    def __init__(self, cb, says, error=RuntimeError, wrap=DDP, model=Norms):
+    def __init__(self, cb, says, error=RuntimeError, wrap=DDP, model=Norms, ignored=()):
         super().__init__([[8]*3, [12]*3, [4]*3], (3,5))
-        self.bad,self.says,self.error,self.wrap,self.refused = cb,says,error,wrap,model
+        self.bad,self.says,self.error,self.wrap,self.refused,self.ignored = cb,says,error,wrap,model,ignored
     def several(self, rank, world):
         on_cpus()
-        model = synced(self.refused())
+        model,dls = synced(self.refused()),self.dls(cut(world, self.sizes)[rank])
+        if rank==1:
+            for i in self.ignored: dls.train.dataset[i][1].fill_(-100)   # no targets
         with pytest.raises(self.error, match=self.says):
-            train(self.dls(cut(world, self.sizes)[rank]), self.wrap(model), [AccumulateStep(1), *L(self.bad())])
+            train(dls, self.wrap(model), [AccumulateStep(1), *L(self.bad())])
         return super().several(rank, world)
 
 alike = 'process 0 cuts a batch into 3 slices, but process 1 cuts a batch into 4 slices'
@@ -543,6 +562,9 @@ cases.update(
     refuses_plain   = Refuses(lambda: MicroBatch(3), alike),
     refuses_coupled = Refuses(lambda: MicroBatch(3, coupled=True), alike),
     refuses_auto    = Refuses(lambda: MicroBatch(exact=True), 'bs must be a number', ValueError),
+    refuses_plain_auto = Refuses(MicroBatch, 'bs must be a number', ValueError),
+    refuses_ignored = Refuses(exact(3,5), 'process 0 is back at batch norm 2 of a batch, but process 1 ends a window',
+                              ignored=[1]),   # in process 1, the second batch has no target
     refuses_bare    = Refuses(lambda: MicroBatch(3, exact=True), 'in DistributedDataParallel', ValueError, noop),
 )
 
@@ -678,17 +700,46 @@ def result(learn):
     return dict({k:v for k,v in snapshot(learn).items() if k not in but}, n_steps=len(learn.spy.steps),
                 seen=getattr(learn, 'seen', None), stats=getattr(learn, 'stats', None))
 
+class OverHost(dist.ProcessGroup):
+    "The messages of a device that PyTorch does not know: copied to the host, they go through gloo"
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+    def getBackendName(self): return 'over_host'
+    def send(self, name, *args, **kwargs):
+        here = [o for o in tree_flatten(args)[0] if isinstance(o, Tensor)]
+        host = {id(o):o.cpu() for o in here}
+        getattr(self.gloo, name)(*tree_map(lambda o: host.get(id(o), o), args), **kwargs).wait()
+        for o in here: o.copy_(host[id(o)])
+        done = Future()
+        done.set_result(here)
+        return _create_work_from_future(done)
+for o in 'allreduce','allgather','broadcast','barrier': setattr(OverHost, o, partialmethod(OverHost.send, o))
+
+def on_devices(rank):
+    "Each process trains on a simulated device of its own"
+    sys.path.append(str(Path(__file__).parent/'simulated'))
+    import fakegpu
+    fakegpu.set_device(rank)
+    here.device = torch.device('fakegpu', rank)
+    dist.Backend.register_backend('over_host', OverHost, devices=['fakegpu'])
+    return fakegpu
+
 def main(rank, world, folder, *names):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR='127.0.0.1',
                       MASTER_PORT='0')
     os.environ['SEVERAL_PATH'] = f'{folder}/{rank}'
     torch.set_num_threads(1)
+    on_cpu = 'SEVERAL_DEVICES' not in os.environ
+    if not on_cpu: simulated = on_devices(rank)
     # a file: no port that may be taken
-    dist.init_process_group('gloo', f'file://{folder}/store', timedelta(seconds=30), world, rank)
+    dist.init_process_group('gloo' if on_cpu else 'cpu:gloo,fakegpu:over_host', f'file://{folder}/store',
+                            timedelta(seconds=30), world, rank)
     for nm in names:
         print(rank, nm, flush=True)
         torch.save(result(cases[nm].several(rank, world)), f'{folder}/{nm}.{rank}')
     dist.barrier()   # or one may end while another still listens to it
+    assert on_cpu or simulated.stats(rank)['total'] and not simulated.stats(1-rank)['total'] and not simulated.races()
     dist.destroy_process_group()
 
 class Sharded(Case):

@@ -146,7 +146,7 @@ def finish(self:Meeting):
     "All have arrived: compute the statistics of the batch, and move the running statistics once"
     a = self.args
     own = merge(self.parts)
-    self.total,self.mean,sq = merge(self.gather('forward', self.i, *own))
+    self.total,self.mean,sq = merge(self.gather(f'is at batch norm {self.i} of a batch', *own))
     if self.total==1: raise ValueError("Expected more than 1 value per channel when training")
     self.var = sq/self.total
     self.inv = (self.var+a.eps).rsqrt()
@@ -183,7 +183,8 @@ def add_up(self:Meeting):
     zero = torch.zeros_like(self.mean)
     dgamma = sum((o[1] for o in self.grads.values()), zero)
     dbeta = sum((o[2] for o in self.grads.values()), zero)
-    parts = self.gather('backward', self.i, len(self.grads), dgamma, dbeta)
+    at = f'is back at batch norm {self.i} of a batch'
+    parts = self.gather(at, len(self.grads), dgamma, dbeta)
     n,*sums = map(sum, zip(*parts))
     self.sums = sums if n else None
 

@@ -19,7 +19,6 @@ from ..memory.checkpointing import GradientCheckpointing
 from ..state import ModelState,State,held,shared
 from ..memory.offload import Host
 from ..microbatch import Coupled
-from ..processes import processes
 from ..refusals import is_compiled
 from ..replace import lent
 from ..slices import join,leaves,tree_map
@@ -37,7 +36,7 @@ class Exact(Coupled):
             raise ValueError("MicroBatch: exact=True and GradientCheckpointing cannot be combined; "
                              "remove GradientCheckpointing, since exact=True keeps the activations "
                              "on the host already")
-        refuse(model, micro.bs)
+        refuse(model)
 
     def run(self, learn, forward, xb, parts, sizes):
         "The predictions for each slice"
@@ -58,12 +57,8 @@ class Exact(Coupled):
             return run()
 
 # %% ../../nbs/exact/whole.ipynb #28d41b96
-def refuse(model, bs=None):
+def refuse(model):
     "Refuse a model whose batch norms or random numbers cannot be seen from outside"
-    if bs=='auto' and processes(model).synced:
-        raise ValueError("MicroBatch: with exact=True and SyncBatchNorm in several processes, bs must "
-                         "be a number, since all would wait for one that tries again; "
-                         "`learn.what_fits()` in one process finds it")
     for name,m in model.named_modules():
         if is_compiled(m) or isinstance(m, (torch.jit.ScriptModule,nn.DataParallel)):
             raise ValueError(f"MicroBatch: exact=True cannot see into the {type(m).__name__} "

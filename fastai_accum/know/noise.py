@@ -214,7 +214,7 @@ def before_step(self:NoiseScale):
     is_bad = s.is_bad or len(s.now)>0
     group = s.win.epoch.group   # of processes
     own = s.n,s.win.weight,s.win.n_samples,is_bad,*s.sq/by
-    n,weight,samples,is_bad,*sq = group.sum('step', *own)
+    n,weight,samples,is_bad,*sq = group.sum('measures the noise', *own)
     if is_bad: self.warn("a window is left out: a parameter got more than one gradient in a micro-batch")
     if is_bad or n<2: return
     row = dict(step=self.learn.train_iter, n=n, weight=weight, samples=samples)

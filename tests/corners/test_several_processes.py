@@ -18,6 +18,7 @@ refused = dict(
     metrics_uneven   = 'collective mismatch',
     empty            = 'no training')
 some = 'even tail uneven one_is_empty dropped_last buffers static unused ctx_odd sched synced_uneven breaks_model'
+devices = 'tail buffers cut synced synced_uneven synced_skips synced_cumulates synced_own breaks_model'.split()
 worlds = {2: [k for k in cases if k not in ('breaks','killed','synced_groups','refuses_groups',*refused)],
           3: [*some.split(), 'refuses_groups'], 4: ['synced_groups']}
 
@@ -62,6 +63,17 @@ def test_messages_of_an_exact_batch(results):
     although one process has six slices and the other has two"""
     for several in load(results(2), 'synced_messages', 2):
         assert several['seen']==[dict(all_gather=2*2+1, all_reduce=1)]*8
+
+@pytest.fixture(scope='module')
+def on_devices(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as m:
+        m.setenv('SEVERAL_DEVICES', '1')
+        return started({2:devices}, tmp_path_factory)(2)
+
+@pytest.mark.parametrize('name', devices)
+def test_on_two_devices(name, fakegpu, on_devices):
+    "Each process trains on a simulated accelerator of its own, and one process on the CPU"
+    compare(on_devices, name, 2)
 
 def test_a_process_that_is_killed(tmp_path):
     "Between two norms: the other one ends, too"
