@@ -276,7 +276,7 @@ class Lockstep:
     def run(self):
         "The predictions for each slice"
         slices = [Waiting(partial(self._slice, k)) for k in range(len(self.parts))]
-        turns = Turns(self.state, len(slices))
+        turns = Turns(self.state, self.parts, self.sizes)
         try:
             while True:
                 ended = []
@@ -286,7 +286,7 @@ class Lockstep:
                 self.met.finish()
                 if self.met.tokens: self.first,*self.met.tokens = _Meet.apply(self.met, self.first, *self.met.tokens)
             if not all(ended): self._differ('the end', 'another batch norm')
-            turns.end(self.sizes)
+            turns.end()
             self.host.looks_ahead = True   # the backward pass comes next
             return [s.result for s in slices]
         finally:

@@ -372,3 +372,15 @@ def test_a_slice_that_is_left_out():
     learn.fit(1)
     n = learn.accumulate_step.counts
     assert (n.n_stepped,n.n_thrown,n.n_steps)==(92,4,4)   # 28 in the first window, then 24, 24 and 16
+
+@pytest.mark.parametrize('kw', [{}, dict(coupled=True), dict(exact=True)], ids=str)
+def test_hooks_into_modules(kw):
+    "The training is exact. Plain slices have an entry each; otherwise it is that of the last slice"
+    def run(cb, bs): return pair(lambda: cb, bs, bs, 64, also=ActivationStats, fit=lambda l: l.fit(1))
+    a,b = run(MicroBatch(8, **kw), 32)
+    assert_same(a, b)
+    sliced,_ = run(AccumulateStep(4), 8)
+    slices,ours,whole = ([o[0]['mean'] for o in l.activation_stats.stats] for l in (sliced,a,b))
+    close(ours[0], slices[3] if kw else slices[0], 1e-6)
+    assert len(whole)==2 and len(ours)==(2 if kw else 8)
+    assert not kw or abs(ours[0]-whole[0])>1e-3
