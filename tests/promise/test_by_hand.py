@@ -58,8 +58,10 @@ def test_a_loop_of_ones_own(cb, bs):
         learn = make_learner(make_dls(64, bs, shuffle=False), cbs=cbs)
         learn.remove_cbs([learn.recorder,learn.micro])
         learn.create_opt()
+        learn.spy.before_fit()
         learn.model.train()
-        learn.training,learn.train_iter,learn.pct_train = True,0,0.
+        learn.training,learn.train_iter,learn.pct_train,learn.n_iter = True,0,0.,64//bs
+        learn.n_epoch = 1
         for i,b in enumerate(learn.dls.train): learn.one_batch(i, b)
         return learn.spy.steps,[p.detach() for p in learn.model.parameters()]
     ours,plain = run(cb()),run(None)
