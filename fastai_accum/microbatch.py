@@ -235,6 +235,7 @@ def forward(self:MicroBatch, learn, forward, *xb, **kwargs):
     undo = ModelState(learn.model).restore if self.bs=='auto' else None
     return self.retry(learn, in_slices, [(b,versions(b))], undo)
 
+# %% ../nbs/microbatch.ipynb #c7a39c51
 @patch
 def in_slices(self:MicroBatch, learn, forward, xb):
     "The predictions of `forward` for all slices of the inputs `xb`, joined"
@@ -315,6 +316,7 @@ def retry(self:MicroBatch, learn, run, seen=(), undo=None):
     if n: self.say_size(learn, n)
     return res
 
+# %% ../nbs/microbatch.ipynb #4a0bfed9
 @patch
 def halve(self:MicroBatch, learn, seen, e):
     "Make slices half as large, because of the error `e`"
