@@ -30,7 +30,8 @@ class MicroBatch(WindowCallback):
     cuts = run_valid = True
     group = Alone()          # the processes that train together
     mode = None              # how the slices of this epoch show the batch
-    n = size = None          # samples in the batch that is being cut, and in a slice of the last batch
+    n = None                 # samples in the batch that is being cut
+    size = None              # samples in a slice of the last batch
     warned = False           # that a batch was not cut
     _stateattrs = 'window','group','mode'
     def __init__(self,
@@ -46,15 +47,19 @@ class MicroBatch(WindowCallback):
         refuse_unknown(MicroBatch, kwargs)
         store_attr(but='kwargs')
         self.check()
-        self.fits = {}   # samples in a slice that fits, if a batch does not: in training (`True`) and validation
+        # how many samples fit, where a batch does not: in training (`True`) and in validation (`False`)
+        self.fits = {}
 
     def check(self):
         "Refuse a wrong argument, also one that was set later"
-        if self.bs!='auto': self.bs = check_count('MicroBatch', 'bs', self.bs, "an int of at least 1, or 'auto'")
-        check_flags('MicroBatch', (True,False), coupled=self.coupled, exact=self.exact, valid=self.valid)
+        if self.bs!='auto':
+            self.bs = check_count('MicroBatch', 'bs', self.bs, "an int of at least 1, or 'auto'")
+        flags = dict(coupled=self.coupled, exact=self.exact, valid=self.valid)
+        check_flags('MicroBatch', (True,False), **flags)
         check_function('MicroBatch', 'split', self.split, '(batch, bs) -> slices')
         check_function('MicroBatch', 'weight', self.weight, '(pred, *yb) -> float')
-        self.shows_whole = self.coupled or self.exact   # whether callbacks and the loss see the whole batch in training
+        # whether callbacks and the loss see the whole batch in training
+        self.shows_whole = self.coupled or self.exact
 
 # %% ../nbs/microbatch.ipynb #1dc2fc4b
 @patch
@@ -76,12 +81,14 @@ def begin(self:MicroBatch):
     if is_validation(learn): return
     self.warned = False
     if hasattr(get_model(learn.model), 'reset') and not Hidden(learn.model).ms:
-        raise ValueError("MicroBatch: the model has a reset(), so it carries a state from batch to batch, and only "
-                         "that of AWD-LSTM can be cut; use a smaller batch size in the loader, and AccumulateStep")
+        raise ValueError("MicroBatch: the model has a reset(), so it carries a state from batch to "
+                         "batch, and only that of AWD-LSTM can be cut; use a smaller batch size in "
+                         "the loader, and AccumulateStep")
     bs = batch_size(learn.dls.train)
     if self.bs!='auto' and bs and self.bs>bs:
-        warnings.warn(f"MicroBatch: bs={self.bs} is above the batch size {bs} of the loader, so no batch is cut; "
-                      "if you want a step to use more samples than a batch has, add AccumulateStep", stacklevel=2)
+        warnings.warn(f"MicroBatch: bs={self.bs} is above the batch size {bs} of the loader, so no batch "
+                      "is cut; if you want a step to use more samples than a batch has, add AccumulateStep",
+                      stacklevel=2)
 
 # %% ../nbs/microbatch.ipynb #8f8ff8ca
 @patch
@@ -105,21 +112,24 @@ def cut(self:MicroBatch, learn, b, bs=None):
 # %% ../nbs/microbatch.ipynb #8dbfd8af
 def check_slices(dls, b, parts, bs):
     "Raise an error if a sample of `b` is not in its place in the slices `parts`"
-    n,n_inp = n_of(dls, b),n_inputs(dls, b)
-    sizes = None
-    if isinstance(parts, (list,tuple)) and all(isinstance(o, (list,tuple)) and len(o)==len(b) for o in parts):
-        sizes = [n_of(dls, o) for o in parts]
-    def is_whole(k): return not is_array(b[k]) or len(b[k])!=n or torch.equal(torch.cat([o[k] for o in parts]), b[k])
-    if sizes and n_inp==len(b): return   # no targets to compare
-    if sizes and max(sizes)<=bs and sum(sizes)==n and all(map(is_whole, range(n_inp, len(b)))): return
-    raise ValueError(f"MicroBatch: split must return slices of at most {bs} samples, each with the {len(b)} "
-                     f"elements of the batch, and together its {n} samples in their order; "
+    n = n_of(dls, b)
+    def is_slice(o): return isinstance(o, (list,tuple)) and len(o)==len(b)
+    are_slices = isinstance(parts, (list,tuple)) and all(map(is_slice, parts))
+    sizes = [n_of(dls, o) for o in parts] if are_slices else []
+    def is_whole(k):
+        return not is_array(b[k]) or len(b[k])!=n or torch.equal(torch.cat([o[k] for o in parts]), b[k])
+    targets = range(n_inputs(dls, b), len(b))
+    if sizes and not targets: return   # nothing shows the order
+    if sizes and max(sizes)<=bs and sum(sizes)==n and all(map(is_whole, targets)): return
+    raise ValueError(f"MicroBatch: split must return slices of at most {bs} samples, each with the "
+                     f"{len(b)} elements of the batch, and together its {n} samples in their order; "
                      f"got {sizes or type(parts).__name__}")
 
 # %% ../nbs/microbatch.ipynb #f9a6efdf
 class Plain:
     "Callbacks and the loss see one slice after another"
-    def __init__(self, micro): self.micro,self.looked = micro,False
+    looked = False   # whether validation can join the predictions
+    def __init__(self, micro): self.micro = micro
 
     def parts(self, learn, b):
         "The micro-batches of batch `b`, each with its samples, and whether it is the last"
@@ -131,15 +141,18 @@ class Plain:
     def after_pred(self, learn):
         "Refuse predictions that validation cannot join"
         micro = self.micro
-        if self.looked or not micro.valid or micro.split or not micro.n or micro.size>=micro.n: return
-        self.looked,n = True,n_rows(learn.xb)
-        pred = tree_map(lambda o: o.detach().to('meta') if isinstance(o, Tensor) else o, learn.pred)   # no memory
-        join([pred]*2, [n]*2)
+        is_cut = micro.n and micro.size<micro.n
+        if self.looked or not is_cut or not micro.valid or micro.split: return
+        self.looked = True
+        def bare(o): return o.detach().to('meta') if isinstance(o, Tensor) else o   # takes no memory
+        n = n_rows(learn.xb)
+        join([tree_map(bare, learn.pred)]*2, [n]*2)
 
 # %% ../nbs/microbatch.ipynb #f9a6efe0
 class Coupled:
     "Callbacks and the loss see the whole batch; the model runs on each slice"
-    def __init__(self, micro): self.micro,self.is_cut = micro,False
+    is_cut = False   # whether the current batch has come to the model as it is
+    def __init__(self, micro): self.micro = micro
 
     def parts(self, learn, b):
         with self.micro.sliced(learn): yield b,n_of(learn.dls, b),True
@@ -150,8 +163,8 @@ class Coupled:
 
     def after_pred(self, learn):
         "Warn of a batch that should have been cut, and was not"
-        was_cut,self.is_cut = self.is_cut,False
-        if not was_cut: self.micro.warn(learn)
+        if not self.is_cut: self.micro.warn(learn)
+        self.is_cut = False
 
 # %% ../nbs/microbatch.ipynb #6ff7e75e
 @patch
@@ -168,31 +181,38 @@ def warn(self:MicroBatch, learn):
     if n<=self.most(learn, n) or self.warned: return
     self.warned = True
     hint = 'leave out coupled and exact' if learn.training else 'pass valid=False'
-    warnings.warn(f"MicroBatch: a batch of {n} samples was not cut, because the model got other inputs than those of "
-                  "the batch: from a forward pre-hook, or because it was called in another way. Change the inputs in "
-                  f"`before_batch`, or {hint}", stacklevel=2)
+    warnings.warn(f"MicroBatch: a batch of {n} samples was not cut, because the model got other inputs "
+                  "than those of the batch: from a forward pre-hook, or because it was called in another "
+                  f"way. Change the inputs in `before_batch`, or {hint}", stacklevel=2)
 
 # %% ../nbs/microbatch.ipynb #e56dc4e3
 @patch
 @contextmanager
 def around_batches(self:MicroBatch, learn):
     "The mode of an epoch; validation always shows the whole batch"
-    if self.exact: from fastai_accum.exact.whole import Exact as mode   # here, since it imports this module
-    else: mode = Coupled if self.coupled or not learn.training else Plain
-    self.mode = mode(self)
+    self.mode = self.mode_for(learn.training)
     try:
         if learn.training or not self.valid: yield; return
         with processes(learn.model).silent(),self.sliced(learn): yield
     finally:
-        learn.loss_grad = None   # its graph leads to the model; if that leads to the learner, nothing is freed
+        # the graph of the loss leads to the model; if that leads to the learner, nothing is freed
+        learn.loss_grad = None
         self.n = None
+
+@patch
+def mode_for(self:MicroBatch, training):
+    if self.exact:
+        from fastai_accum.exact.whole import Exact   # here, since it imports this module
+        return Exact(self)
+    return Coupled(self) if self.coupled or not training else Plain(self)
 
 @patch
 @contextmanager
 def sliced(self:MicroBatch, learn):
-    "Let the model run slice by slice on the batch of `learn`, while everything else sees the whole batch"
+    "Let the model run slice by slice on the batch of `learn`; everything else sees the whole batch"
     forward = partial(self.forward, learn, learn.model.forward)
-    if learn.model._compiled_call_impl: forward = torch.compiler.disable(forward)   # or slices would be compiled, too
+    # without this, a model that is compiled in place would compile the loop over the slices
+    if learn.model._compiled_call_impl: forward = torch.compiler.disable(forward)
     with lent(learn.model, forward=forward): yield
 
 @patch
@@ -208,42 +228,64 @@ def forward(self:MicroBatch, learn, forward, *xb, **kwargs):
     is_batch = not kwargs and len(xb)==len(learn.xb) and all(a is b for a,b in zip(xb, learn.xb))
     if not is_batch: return forward(*xb, **kwargs)
     self.mode.is_cut = True
-    def run():
-        parts,sizes = self.cut_inputs(learn, xb)
-        if len(parts)<2 and not (learn.training and self.group.synced): return forward(*xb)
-        preds = self.mode.run(learn, forward, xb, parts, sizes)
-        refuse_backward('create_graph=True', torch.is_grad_enabled, [x for _,x in leaves(preds)])
-        return join(preds, sizes or [find_bs(o) for o in preds])
+    in_slices = partial(self.in_slices, learn, forward, xb)
     if learn.training:
         if self.prove: self.prove(learn, xb)
-        return run()
+        return in_slices()
     b = *xb,*learn.yb
-    return self.retry(learn, run, [(b,versions(b))], ModelState(learn.model).restore if self.bs=='auto' else None)
+    undo = ModelState(learn.model).restore if self.bs=='auto' else None
+    return self.retry(learn, in_slices, [(b,versions(b))], undo)
+
+# %% ../nbs/microbatch.ipynb #c7a39c51
+@patch
+def in_slices(self:MicroBatch, learn, forward, xb):
+    "The predictions of `forward` for all slices of the inputs `xb`, joined"
+    parts,sizes = self.cut_inputs(learn, xb)
+    waits = learn.training and self.group.synced   # for the other processes, which may have more slices
+    if len(parts)<2 and not waits: return forward(*xb)
+    preds = self.mode.run(learn, forward, xb, parts, sizes)
+    refuse_backward('create_graph=True', torch.is_grad_enabled, [x for _,x in leaves(preds)])
+    return join(preds, sizes or [find_bs(o) for o in preds])
 
 @patch
 def cut_inputs(self:MicroBatch, learn, xb, bs=None):
-    "The slices of the inputs `xb`, and the number of samples in each; `None` if `split` has no targets to count"
+    "The slices of the inputs `xb`, and the samples in each, or `None` if `split` has no targets to count"
     parts,sizes = self.cut(learn, (*xb,*learn.yb) if self.split else xb, bs)
     return [o[:len(xb)] for o in parts],sizes if learn.yb or not self.split else None
 
 # %% ../nbs/microbatch.ipynb #5f4693b4
-def window_state(learn, metrics):
+class Start:
     "What a window of `learn` can change before its step, with `metrics` of the training set, as it is now"
-    modules = nn.ModuleList(o for o in (learn.model,learn.loss_func) if isinstance(o, nn.Module))
-    counted = held(*metrics)
-    tensors = [*modules.buffers(), *arrays(counted)]
-    return State([*held(modules), *counted], tensors, everybodys(learn.model))
+    def __init__(self, learn, acc, metrics):
+        self.learn,self.acc = learn,acc
+        modules = nn.ModuleList(o for o in (learn.model,learn.loss_func) if isinstance(o, nn.Module))
+        counted = held(*metrics)
+        tensors = [*modules.buffers(), *arrays(counted)]
+        self.state = State([*held(modules), *counted], tensors, everybodys(learn.model))
+        self.autocast = Autocast()
+        self.scale = acc.scale
+        self.n_micro = acc.counts.n_micro
 
+    def restore(self):
+        learn = self.learn
+        clear_gradients(learn)
+        self.autocast.restore()   # mixed precision closes it after the loss
+        learn.xb = learn.yb = (None,)
+        learn.pred = learn.loss = learn.loss_grad = None
+        self.state.restore()
+        self.acc.scale = self.scale
+        self.acc.counts.n_micro = self.n_micro
+
+# %% ../nbs/microbatch.ipynb #5f4693b5
 @patch
 def attempt(self:MicroBatch, epoch, sum_up, batches):
     "The window `sum_up(batches)`; with `bs='auto'` the same batches in smaller slices, if memory runs out"
     self.group = epoch.group
     if self.bs!='auto': return self.retry(epoch.learn, partial(sum_up, batches))
-    if self.group.synced: raise ValueError("MicroBatch: with SyncBatchNorm in several processes, bs must be a number, "
-                                           "such as the one that `learn.what_fits()` finds in one process")
-    learn,acc,seen = epoch.learn,epoch.acc,[]
-    state,autocast = window_state(learn, epoch.metrics),Autocast()
-    scale,n_micro = acc.scale,acc.counts.n_micro
+    if self.group.synced:
+        raise ValueError("MicroBatch: with SyncBatchNorm in several processes, bs must be a number, "
+                         "such as the one that `learn.what_fits()` finds in one process")
+    seen = []
     def drawn():
         yield from [b for b,_ in seen]
         self.n = None   # memory that runs out now is that of the loader
@@ -251,38 +293,46 @@ def attempt(self:MicroBatch, epoch, sum_up, batches):
             seen.append((b, versions(b)))
             yield b
             self.n = None
-    def undo():
-        clear_gradients(learn)
-        autocast.restore()   # mixed precision closes it after the loss
-        learn.xb,learn.yb = (None,),(None,)
-        learn.pred = learn.loss = learn.loss_grad = None
-        state.restore()
-        acc.scale,acc.counts.n_micro = scale,n_micro
-    return self.retry(learn, lambda: sum_up(drawn()), seen, undo)
+    start = Start(epoch.learn, epoch.acc, epoch.metrics)
+    return self.retry(epoch.learn, lambda: sum_up(drawn()), seen, start.restore)
 
 # %% ../nbs/microbatch.ipynb #4a0bfed7
 @patch
 def retry(self:MicroBatch, learn, run, seen=(), undo=None):
-    "`run()`; if memory runs out, `undo` it and run again in smaller slices; `seen` has the batches that it runs on"
+    "`run()`; if memory runs out, `undo` it and run again in smaller slices of the batches in `seen`"
     n = None
     while True:
-        try: res = run(); break
+        try:
+            res = run()
+            break
         except Exception as e:
             if undo is None or self.n is None or not is_out_of_memory(e): add_hint(e); raise
-            if self.size==1: refuse(e, "even with one sample at a time; use a smaller model, or GradientCheckpointing")
-            if any(versions(b)!=v for b,v in seen):
-                refuse(e, "and the model or a callback has changed the batch in place; pass a bs, or change a copy")
-            n,self.fits[learn.training] = self.n,-(-self.size//2)
+            self.halve(learn, seen, e)
+            n = self.n
         undo()   # not sooner, because the error holds the activations
         gc.collect()   # and so may a cycle of references
         for d in accelerators(learn.model): free_memory(d)
-    if n and not rank_distrib():
-        print(f"MicroBatch: memory ran out{'' if learn.training else ' in validation'}, and batches of {n} are now cut "
-              f"into slices of {self.fits[learn.training]}")
-        if learn.training: note_batch_norm(self, learn)
+    if n: self.say_size(learn, n)
     return res
 
-def refuse(e, why): raise RuntimeError(f"MicroBatch: memory ran out, {why}") from e
+# %% ../nbs/microbatch.ipynb #4a0bfed9
+@patch
+def halve(self:MicroBatch, learn, seen, e):
+    "Make slices half as large, because of the error `e`"
+    if self.size==1: _give_up(e, "even with one sample at a time; use a smaller model, or GradientCheckpointing")
+    if any(versions(b)!=was for b,was in seen):
+        _give_up(e, "and the model or a callback has changed the batch in place; pass a bs, or change a copy")
+    self.fits[learn.training] = -(-self.size//2)
+
+def _give_up(e, why): raise RuntimeError(f"MicroBatch: memory ran out, {why}") from e
+
+@patch
+def say_size(self:MicroBatch, learn, n):
+    if rank_distrib(): return
+    where = '' if learn.training else ' in validation'
+    print(f"MicroBatch: memory ran out{where}, and batches of {n} are now cut "
+          f"into slices of {self.fits[learn.training]}")
+    if learn.training: note_batch_norm(self, learn)
 
 # %% ../nbs/microbatch.ipynb #0d2aa8db
 def add_hint(e):

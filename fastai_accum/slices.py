@@ -95,7 +95,7 @@ def join(preds, sizes, path='pred'):
 
 def _is_same(p, o):
     "Whether a prediction is the same in two slices, such as a scale that is made from weights only"
-    if is_array(o): return not o.ndim and bool(p==o)
+    if is_array(o): return not o.ndim and (p is o or bool(p==o))
     return p==o if isinstance(p, (str,bool,int,float)) else p is o and not holds_tensors(o)
 
 def _instead(preds, sizes):

@@ -312,10 +312,10 @@ class Lockstep:
 def run(self:Lockstep):
     "The predictions for each slice"
     slices = [Waiting(partial(self._slice, k)) for k in range(len(self.parts))]
-    turns = Turns(self.state, len(slices))
+    turns = Turns(self.state, self.parts, self.sizes)
     try:
         while not self._to_next_norm(slices, turns): self._meet()
-        turns.end(self.sizes)
+        turns.end()
         self.host.looks_ahead = True   # the backward pass comes next
         return [s.result for s in slices]
     finally:

@@ -9,9 +9,9 @@ __all__ = ['tol', 'values', 'dice', 'sketch', 'off', 'Seen', 'plain_loss', 'by_i
 
 # %% ../../nbs/know/compare.ipynb #cmpb803d
 from fastai.basics import *
-from ..exact.whole import planning
 from ..slices import keys,leaves
 from ..state import contents,everybodys,held,is_generator,items
+from ..turns import planning
 
 # %% ../../nbs/know/compare.ipynb #d1db444a
 _plain = Tensor,np.ndarray,bool,int,float,str

@@ -923,18 +923,52 @@ def test_a_batch_that_is_never_cut(kw):
     assert ('leave out coupled' if kw else 'pass valid=False') in found[0]
     if not kw: assert not run(valid=False)
 
+class Keeps(nn.Module):
+    "Keeps sizes and shapes of its batch, features, a penalty, and a number that is no size"
+    def __init__(self): super().__init__(); self.m = small_model()
+    def forward(self, x):
+        self.bs,self.shape,self.four = len(x),x.shape,4
+        self.both = self.bs,self.m[0].in_features
+        self.h = self.m[0](x).tanh()
+        self.penalty,self.two = self.h.pow(2).mean(),dict(n=len(x), h=x)
+        return self.m[1:](self.h)
+
+def kept(cb):
+    m = cb.model
+    cb.learn.seen = getattr(cb.learn, 'seen', [])+[[cb.training, m.bs, list(m.shape), list(m.both), m.four,
+                                                    m.h.tolist(), m.penalty.item()]]
+
+@pytest.mark.parametrize('bs', [5,4])
 @pytest.mark.parametrize('kw', [dict(coupled=True), dict(exact=True)], ids=str)
-def test_sizes_that_the_model_keeps(kw):
-    "They are those of the batch where slices differ in size"
-    class Keeps(nn.Module):
-        def __init__(self): super().__init__(); self.m = small_model()
-        def forward(self, x): self.bs,self.shape,self.three = len(x),x.shape,3; return self.m(x)
-    seen = []
-    def look(cb): seen.append((cb.training, cb.model.bs, tuple(cb.model.shape), cb.model.three))
-    train([MicroBatch(5, **kw),Callback(after_pred=look)], model=Keeps, **one_group)
-    ours,seen = seen,[]
-    train(Callback(after_pred=look), model=Keeps, **one_group)
-    assert ours==seen and {o[1] for o in seen}=={32,12,16,8}
+def test_what_the_model_keeps(kw, bs):
+    "It is that of the batch, whether slices are equally large or not"
+    a,b = (train([*cbs,Callback(after_pred=kept)], n=72, model=Keeps, **one_group)
+           for cbs in ([MicroBatch(bs, **kw)],[]))
+    close(a.seen, b.seen)
+    assert_same(a, b)
+    assert {o[1] for o in a.seen}=={32,8,16}
+
+@pytest.mark.parametrize('kw', [{}, dict(coupled=True), dict(exact=True)], ids=str)
+@pytest.mark.parametrize('norm', [False,True])
+def test_a_loss_of_what_the_model_keeps(kw, norm):
+    "Its gradient is right, too, and so is the validation loss"
+    class Penal(Keeps):
+        def __init__(self): super().__init__(); self.m = with_norm() if norm else self.m
+    def run(*cbs):
+        torch.manual_seed(0)
+        m = Penal()
+        def loss(p, y): return F.cross_entropy(p, y)+m.penalty+m.h.abs().mean()
+        return train(cbs, model=lambda: m, loss_func=loss, **one_group)
+    if norm and not kw.get('exact'): return
+    assert_same(run(MicroBatch(8, **kw)), run())
+
+def test_the_proof_accepts_what_a_model_keeps(monkeypatch):
+    monkeypatch.undo()   # the proof is on
+    class Own(Keeps):
+        def forward(self, x): res = super().forward(x); self.two = None; return res
+    for kw in dict(coupled=True),dict(exact=True): train(MicroBatch(8, **kw), model=Own, **one_group)
+    with pytest.raises(ValueError, match=r'model.two.n .*relative error'):
+        train(MicroBatch(8, coupled=True), model=Keeps, **one_group)
 
 @pytest.mark.parametrize('kw', [{}, dict(coupled=True), dict(exact=True)], ids=str)
 def test_hooks_that_come_with_the_first_batch(kw):

@@ -372,3 +372,17 @@ def test_a_slice_that_is_left_out():
     learn.fit(1)
     n = learn.accumulate_step.counts
     assert (n.n_stepped,n.n_thrown,n.n_steps)==(92,4,4)   # 28 in the first window, then 24, 24 and 16
+
+@pytest.mark.parametrize('kw', [{}, dict(coupled=True), dict(exact=True)], ids=str)
+def test_hooks_into_modules(kw):
+    "The training is exact. Plain slices have an entry each; otherwise it is that of the first slice, which runs again last"
+    def run(bs, *cbs):
+        learn = make_learner(make_dls(64, bs, shuffle=False), cbs=[ActivationStats(),*cbs], splitter=trainable_params)
+        learn.fit(1)
+        return learn
+    a,b,sliced = run(32, MicroBatch(8, **kw)),run(32),run(8, AccumulateStep(4))
+    assert_same(a, b)
+    slices,ours,whole = ([o[0]['mean'] for o in l.activation_stats.stats] for l in (sliced,a,b))
+    close(ours[0], slices[0], 1e-6)
+    assert len(whole)==2 and len(ours)==(2 if kw else 8)
+    assert not kw or abs(ours[0]-whole[0])>1e-3

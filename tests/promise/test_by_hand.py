@@ -50,3 +50,19 @@ def test_entered_in_a_fit():
     a,b = pair(lambda: AccumulateStep(4), also=lambda: Callback(before_train=enter))
     close(*([s['grads'] for s in l.spy.steps] for l in (a,b)))
     is_clean(a)
+
+@pytest.mark.parametrize('cb,bs', [(lambda: AccumulateStep(4), 8), (lambda: MicroBatch(8), 32)])
+def test_a_loop_of_ones_own(cb, bs):
+    "Only `fit` knows windows: each call of `learn.one_batch` is a step with its batch, as without our callbacks"
+    def run(cbs):
+        learn = make_learner(make_dls(64, bs, shuffle=False), cbs=cbs)
+        learn.remove_cbs([learn.recorder,learn.micro])
+        learn.create_opt()
+        learn.spy.before_fit()
+        learn.model.train()
+        learn.training,learn.train_iter,learn.pct_train,learn.n_iter = True,0,0.,64//bs
+        learn.n_epoch = 1
+        for i,b in enumerate(learn.dls.train): learn.one_batch(i, b)
+        return learn.spy.steps,[p.detach() for p in learn.model.parameters()]
+    ours,plain = run(cb()),run(None)
+    assert rel(ours, plain)[0]==0 and len(ours[0])==64//bs
