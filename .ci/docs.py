@@ -30,9 +30,10 @@ def _repr_markdown_(self):
             rows.append([shown, anno, v.get('docment') or ''])
         value = '' if default is empty else '='+getattr(default, '__name__', repr(default))
         if k!='return': call.append(name+value)
+    docs = (self.docs or '').partition('\n\nArguments:')[0]   # the table has them
     call = textwrap.fill(f'{self.nm.replace("Learner.", "learn.")}({", ".join(call)})', 80, subsequent_indent='    ')
     table = '\n'.join('| '+' | '.join(r).replace('\n', ' ')+' |' for r in rows)*bool(rows[2:])
-    return f'```python\n{call}\n```\n\n'+re.sub(r'^(\s*)(.+)', r'\1*\2*', self.docs or '', count=1)+f'\n\n{table}'
+    return f'```python\n{call}\n```\n\n'+re.sub(r'^(\s*)(.+)', r'\1*\2*', docs, count=1)+f'\n\n{table}'
 
 def rendered(*options):
     "The folder of the pages, as smalldocs makes them from the notebooks that nbdev has processed"

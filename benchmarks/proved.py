@@ -193,8 +193,10 @@ def trained(name, way):
 
 def row(name, way):
     "What happened to one architecture in one way"
-    found = proof_of(learner(name, way))
-    r = dict(family=archs[name]['family'], name=name, way=way, why=archs[name]['refused'].get(way, ('',''))[1], **found)
+    learn = learner(name, way)
+    params = sum(map(torch.numel, learn.model.parameters()))
+    found = proof_of(learn)
+    r = dict(family=archs[name]['family'], name=name, params=params, way=way, why=archs[name]['refused'].get(way, ('',''))[1], **found)
     m = said.search(r['says']+' ')
     if r['what']=='proved' and m: r.update(n=int(m[1]), seconds=float(m[2]), error=float(m[3]))
     if r['what']=='proved': r['trained'] = trained(name, way)
