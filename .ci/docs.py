@@ -20,7 +20,7 @@ def _repr_markdown_(self):
     if not isinstance(self.dm, DocmentText): return f'```python\n{self.dm}\n```\n\n*{self.docs}*'
     call,rows = [],[['argument','type','meaning'], ['---']*3]
     for k,v in self.dm.dm.items():
-        if k in vars(event): continue   # nobody passes a function for an event
+        if k in (*vars(event),'unnamed'): continue   # nobody passes a function for an event, or a flag without its name
         kind,default,anno = (v.get(o, empty) for o in ('kind','default','anno'))
         name = {'VAR_POSITIONAL':'*', 'VAR_KEYWORD':'**'}.get(getattr(kind, 'name', ''), '')+k
         anno = '' if anno is empty else re.sub(r'[a-z_.]+[.](?=[A-Za-z])|(?<=None)Type', '', formatannotation(anno))

@@ -36,7 +36,7 @@ class MicroBatch(WindowCallback):
     _stateattrs = 'window','group','mode'
     def __init__(self,
         bs:int|str='auto', # Samples in a slice; `'auto'` starts with the whole batch, and halves it if memory runs out
-        *,
+        *unnamed,
         coupled:bool=False, # Show the loss and callbacks the whole batch; the model runs on each slice twice
         exact:bool=False, # Show the whole batch to batch norm and dropout too
         valid:bool=True, # Cut batches in validation and prediction too
@@ -44,32 +44,36 @@ class MicroBatch(WindowCallback):
         weight:Callable|None=None, # `(pred, *yb) -> float`, what your loss divides by, if `loss_weight` has no rule
         **kwargs
     ):
+        refuse_unnamed('MicroBatch', bs, *unnamed)
         refuse_unknown(MicroBatch, kwargs)
-        store_attr(but='kwargs')
+        store_attr(but='unnamed,kwargs')
         self.check()
         # how many samples fit, where a batch does not: in training (`True`) and in validation (`False`)
         self.fits = {}
 
-    def check(self):
-        "Refuse a wrong argument, also one that was set later"
-        if self.bs!='auto':
-            self.bs = check_count('MicroBatch', 'bs', self.bs, "an int of at least 1, or 'auto'")
-        flags = dict(coupled=self.coupled, exact=self.exact, valid=self.valid)
-        check_flags('MicroBatch', (True,False), **flags)
-        check_function('MicroBatch', 'split', self.split, '(batch, bs) -> slices')
-        check_function('MicroBatch', 'weight', self.weight, '(pred, *yb) -> float')
-        # whether callbacks and the loss see the whole batch in training
-        self.shows_whole = self.coupled or self.exact
+# %% ../nbs/microbatch.ipynb #c720d329
+@patch
+def check(self:MicroBatch):
+    "Refuse a wrong argument, also one that was set later"
+    if self.bs!='auto':
+        self.bs = check_count('MicroBatch', 'bs', self.bs, "an int of at least 1, or 'auto'")
+    flags = dict(coupled=self.coupled, exact=self.exact, valid=self.valid)
+    check_flags('MicroBatch', (True,False), **flags)
+    check_function('MicroBatch', 'split', self.split, '(batch, bs) -> slices')
+    check_function('MicroBatch', 'weight', self.weight, '(pred, *yb) -> float')
+    # whether callbacks and the loss see the whole batch in training
+    self.shows_whole = self.coupled or self.exact
 
 # %% ../nbs/microbatch.ipynb #1dc2fc4b
 @patch
 @delegates(MicroBatch)
 def micro_batch(self:Learner,
     bs:int|str='auto', # Samples in a slice; `'auto'` finds the size
+    *unnamed,
     **kwargs
 )->Learner:
     "Add a `MicroBatch` in place of an earlier one; example: `learn.micro_batch(16, exact=True).fine_tune(3)`"
-    cb = MicroBatch(bs, **kwargs)
+    cb = MicroBatch(bs, *unnamed, **kwargs)
     return self.remove_cbs(self.cbs.filter(risinstance(MicroBatch))).add_cb(cb)
 
 # %% ../nbs/microbatch.ipynb #ea445e74

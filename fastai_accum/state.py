@@ -144,16 +144,19 @@ class State:
         "Let the generators draw once more what they drew from here"
         for o,was in self.drawn: _put(o, was)
 
-    def put_back(self):
-        self.hold()
-        for o in self.tensors: o.restore()
-        for o,was in self.arrays: o[...] = was
-        self.rewind()
+# %% ../nbs/state.ipynb #3f0a6c21
+@patch
+def put_back(self:State):
+    self.hold()
+    for o in self.tensors: o.restore()
+    for o,was in self.arrays: o[...] = was
+    self.rewind()
 
-    def restore(self):
-        "Put everything back; if Ctrl-C comes in the meantime, once more, to the end"
-        try: self.put_back()
-        except KeyboardInterrupt: self.put_back(); raise
+@patch
+def restore(self:State):
+    "Put everything back; if Ctrl-C comes in the meantime, once more, to the end"
+    try: self.put_back()
+    except KeyboardInterrupt: self.put_back(); raise
 
 # %% ../nbs/state.ipynb #56975390
 shared = random.seed.__self__,np.random.mtrand._rand   # the generators of Python and NumPy

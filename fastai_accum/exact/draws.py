@@ -15,9 +15,10 @@ from fastai.basics import *
 from torch.utils._pytree import tree_flatten,tree_unflatten
 from torch.utils._python_dispatch import TorchDispatchMode
 from ..devices import generator_of
+from ..slices import NotPossible
 
 # %% ../../nbs/exact/draws.ipynb #70c68a96
-class Differs(RuntimeError): "The model no longer does what it did before"
+class Differs(NotPossible): "The model no longer does what it did before"
 
 # An operation of PyTorch, `func`, that has drawn random numbers. `sizes` are the shapes of its
 # tensors and its whole numbers, `None` for other arguments, and then those of its results.
@@ -104,8 +105,8 @@ _by_steps = ("Let PyTorch compute attention step by step: call fit inside of `wi
 
 def _refuse(draw, why, hint=_instead):
     is_awd_lstm = re.search('RNNDropout|WeightDropout|EmbeddingDropout', draw.where)
-    raise ValueError(f"MicroBatch: exact=True is not possible: {draw.where or 'the model'} draws with "
-                     f"{_name(draw.func)}. {why}. {_by_text if is_awd_lstm else hint}") from None
+    raise NotPossible(f"MicroBatch: exact=True is not possible: {draw.where or 'the model'} draws with "
+                      f"{_name(draw.func)}. {why}. {_by_text if is_awd_lstm else hint}") from None
 
 # %% ../../nbs/exact/draws.ipynb #63225203
 def _axes(x, y, n, m):

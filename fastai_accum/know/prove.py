@@ -23,7 +23,7 @@ from ..microbatch import MicroBatch
 from ..devices import has_float64,is_out_of_memory
 from ..state import State
 from ..refusals import NotProved,Refused
-from ..slices import join,leaves,n_rows,slices,tree_map
+from ..slices import NotPossible,join,leaves,n_rows,slices,tree_map
 
 # %% ../../nbs/inside/prove.ipynb #9c0398ef
 _coins = 'bernoulli','bernoulli_','native_dropout'
@@ -267,7 +267,7 @@ def refuse(arg, model, proof):
     e = proof.raised
     who = _who(arg)
     where = _where(model, proof)
-    if str(e).startswith(who): raise Refused(f"{e} (in the {where})") from e
+    if isinstance(e, NotPossible): raise Refused(f"{e} (in the {where})") from e
     found = ', '.join(f'{k} (relative error {v:.2g})' for k,v in proof.differs[:3])
     how = f"raises {type(e).__name__}: {e}" if e else f'leaves something else behind: {found}'
     raise Refused(f"{who} is not possible: in a trial on a copy, the whole batch is fine, but this way the "

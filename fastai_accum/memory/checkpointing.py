@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten,tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from ..refusals import is_compiled,is_validation
 from ..replace import lent
+from ..slices import NotPossible
 from ..state import ModelState,everybodys
 
 # %% ../../nbs/memory/checkpointing.ipynb #15266904
@@ -100,8 +101,8 @@ class Recompute:
         versions = [o._version for o in ts]
         res = self.forward(*args, **kwargs)
         if versions==[o._version for o in ts]: return res
-        raise RuntimeError(f"GradientCheckpointing: {self.name} changes its input in place, so it "
-                           "cannot be computed again; leave it out of blocks")
+        raise NotPossible(f"GradientCheckpointing: {self.name} changes its input in place, so it "
+                          "cannot be computed again; leave it out of blocks")
 
 # %% ../../nbs/memory/checkpointing.ipynb #4cb0842d
 @patch

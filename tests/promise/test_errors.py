@@ -120,7 +120,9 @@ def test_the_right_argument(cls, kw, match):
 
 def test_flags_have_a_name():
     "`MicroBatch(8, True)` does not say which flag is meant"
-    for f in MicroBatch,AccumulateStep,partial(Learner.micro_batch, None),partial(Learner.accumulate, None):
+    for f in MicroBatch,partial(Learner.micro_batch, None):
+        with pytest.raises(TypeError, match=r'name the flag, as in MicroBatch\(8, exact=True\)'): f(8, True)
+    for f in AccumulateStep,partial(Learner.accumulate, None):
         with pytest.raises(TypeError, match='positional'): f(8, True)
 
 def test_what_to_write():
