@@ -130,7 +130,7 @@ class Meeting:
         self.parts = []    # the statistics of each slice
         self.tokens = {}   # what ties the slices together
         self.grads = {}    # what each slice brings back: dy, and its part of dγ and dβ
-        self.sums = None   # dγ and dβ of the batch
+        self.sums = {}     # dγ and dβ of the batch, for each slice until it takes them
 
     def take(self, x):
         "Add up the activations `x` of the next slice"
@@ -186,12 +186,12 @@ def add_up(self:Meeting):
     at = f'is back at batch norm {self.i} of a batch'
     parts = self.gather(at, len(self.grads), dgamma, dbeta)
     n,*sums = map(sum, zip(*parts))
-    self.sums = sums if n else None
+    self.sums = dict.fromkeys(range(len(self.parts)), sums) if n else {}
 
 @patch
 def take_back(self:Meeting, k, x, host):
     "The gradient of the input `x` of slice `k`: dx = γ/σ·(dy − dβ/N − x̂·dγ/N)"
-    dgamma,dbeta = self.sums
+    dgamma,dbeta = self.sums.pop(k)   # another backward pass may not come to this norm
     res = self.normalised(x)
     res.mul_(_by_channel(-dgamma/self.total, res)).sub_(_by_channel(dbeta/self.total, res))
     if k in self.grads: res.add_(host.get(self.grads.pop(k)[0]))
@@ -212,7 +212,7 @@ class _Arrive(Function):
     @once_differentiable
     def backward(ctx, *_):
         # without sums, no output of this norm is used, and only the baton has come here
-        if not ctx.needs_input_grad[0] or ctx.met.sums is None: return (None,)*5
+        if not ctx.needs_input_grad[0] or ctx.k not in ctx.met.sums: return (None,)*5
         dx = ctx.met.take_back(ctx.k, ctx.saved_tensors[0], ctx.host)
         return dx,None,None,None,None
 

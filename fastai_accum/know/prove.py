@@ -213,7 +213,10 @@ def guard(self, learn, xb):
     key = settings(model, cbs, xb)
     tried = _tried.setdefault(model, [])
     able = {id(p) for p in model.parameters() if p.requires_grad}
-    if any(k==key and able<=others for k,others in tried): return
+    for k,others,why in tried:
+        if k!=key or not able<=others: continue
+        if why: report(_who(_arg(self)), NotTried(why), 0)   # Python shows a warning once
+        return
     if learn.opt: able |= {id(p) for p,*_ in learn.opt.all_params()}   # after `unfreeze`, too
     arg = _arg(self)
     start = time.time()
@@ -223,7 +226,8 @@ def guard(self, learn, xb):
     finally: told.end()
     took = time.time()-start
     if isinstance(found, Proof) and (found.raised or found.differs): refuse(arg, model, found)
-    tried.append((key,able))
+    why = str(found) if isinstance(found, NotTried) else None   # the error would hold the copies
+    tried.append((key,able,why))
     if hasattr(getattr(learn, 'recorder', None), 'start_epoch'): learn.recorder.start_epoch += took
     report(_who(arg), found, took)
 

@@ -155,6 +155,7 @@ class Trials:
     "Trains `learn` for a few steps on one batch, in one way after the other"
     norms = draws = 0   # how many `look` finds in a forward pass
     compares = False    # whether the model compares samples
+    ends_early = False  # whether ways were left out because steps take long
     is_mean = None      # whether the loss is a mean over samples; `None` if nobody knows
     bar = None
     def __init__(self, learn, budget=None, n_try=2):
@@ -316,6 +317,7 @@ def try_way(self:Trials, calls='', make=list):
 def attempt(self:Trials, way):
     "Measure `way`, or note why not"
     if self.is_late():
+        self.ends_early = True
         way.error = f'no other way is begun after {limit} s'
         return
     try: self.measure(way)
@@ -324,8 +326,12 @@ def attempt(self:Trials, way):
         if is_out_of_memory(e):
             way.fits = False
             way.error = _oom
-        elif is_refused: way.error = str(e)
+        elif is_refused: way.error = re.sub(r'^Exception occured in .*:\n\s*', '', str(e))   # fastai's own words
         else: raise
+    self.free()
+
+@patch
+def free(self:Trials):
     gc.collect()   # a cycle of references may hold activations
     free_memory(self.device)
 
@@ -370,7 +376,7 @@ def try_cut(self:Trials):
     if not (self.norms or self.draws): return
     if self.norms and not self.can_move:
         self.leave_out('`exact=True`', 'with batch norm, it saves memory on a GPU only')
-    elif self.budget and not self.rows[-1].fits:
+    elif self.budget and not self.ends_early and not self.rows[-1].fits:
         self.leave_out('`exact=True`', 'it takes more than plain slices')
     else: self.try_slices(k=k, exact=True)
 
@@ -436,7 +442,11 @@ def settle(self:Trials):
     "Measure again, in turn, the ways whose order is not clear"
     for _ in range(2):
         for o in self.unclear():
-            if not self.is_late(): self.measure(o)
+            if self.is_late(): continue
+            try: self.measure(o)
+            except Exception as e:
+                if not is_out_of_memory(e): raise   # what was measured before stays
+            self.free()
     if not self.whole: return
     least = self.whole.time/self.whole.n   # for a sample
     for o in self.timed:
@@ -450,6 +460,7 @@ class Fits:
     best:Way      # The way to take: if possible the same training, and then the fastest; or `None`
     budget:int    # Bytes that a step may take; `None` if nobody has said
     note:str      # What was measured, and what was left out
+    ends_early:bool=False # Whether ways were left out because steps take long
 
     @property
     def reason(self):
@@ -458,8 +469,11 @@ class Fits:
         if not self.budget:
             return "Without a budget there is no suggestion; pass one, such as budget='8GB'"
         least = min((o for o in self.ways if o.peak), key=attrgetter('peak'), default=None)
-        fails = f'Nothing fits in {as_text(self.budget)}'
+        what = 'Nothing that was tried' if self.ends_early else 'Nothing'
+        fails = f'{what} fits in {as_text(self.budget)}'
         if least: fails += f': `{least.line or "learn"}` takes the least, {as_text(least.peak)}'
+        if self.ends_early:
+            return f'{fails}. Steps take so long that not all ways were tried: try a smaller batch first'
         return f'{fails}. Take a smaller model, smaller images or shorter texts'
 
 # %% ../../nbs/inside/what_fits.ipynb #c3ee137d
@@ -541,4 +555,4 @@ def what_fits(self:Learner,
     finally:
         gc.unfreeze()
         if trials.bar: trials.bar.on_iter_end()
-    return Fits(trials.rows, trials.best, trials.budget, trials.note)
+    return Fits(trials.rows, trials.best, trials.budget, trials.note, trials.ends_early)

@@ -768,3 +768,24 @@ learn.dls = DataLoaders.from_dsets(items, items, bs=8, device='cpu')
 learn.fit(1)"""
     res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], cwd=tmp_path, capture_output=True, text=True)
     assert 'torch.Size([7, 3])' in res.stdout and 'is proved on your model' in res.stdout, res.stderr
+
+@pytest.mark.parametrize('heads', [(0,1),(1,0),(1,1),(1,0,1)])
+def test_several_backward_passes(heads):
+    "Each may come to other norms, as with two heads and a gradient for each of their losses"
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body,self.a,self.b = nn.Linear(6,6),nn.BatchNorm1d(6),nn.BatchNorm1d(6)
+        def forward(self, x): h = self.body(x).tanh(); return self.a(h).tanh(),self.b(h).sigmoid()
+    class Balance(Callback):
+        "The gradients of the heads, one after the other"
+        run_valid = False
+        def before_backward(self):
+            ps = list(self.model.body.parameters())
+            losses = [(o**3).mean() for o in self.pred]
+            self.grads = [torch.autograd.grad(losses[i], ps, retain_graph=True) for i in heads]
+        def before_step(self):
+            for gs in self.grads:
+                for p,g in zip(self.model.body.parameters(), gs): p.grad += g
+    torch.manual_seed(2)
+    same(Two().double(), X, Y, cbs=Balance(), loss_func=lambda pred, y: (pred[0]*pred[1]).mean())

@@ -1,5 +1,6 @@
 "`learn.what_fits()`: what it measures, what it suggests, and that it changes nothing"
 import gc,pytest,matplotlib; matplotlib.use('agg')
+from threading import Lock
 from harness import *
 import fastai_accum.all
 from fastai_accum.know import what_fits
@@ -118,17 +119,48 @@ def test_ends_in_time(monkeypatch):
     found = fits(learner())
     assert [o.line for o in found.ways]==[''] and found.ways[0].time>0
     assert '`learn.micro_batch(8)` (no other way is begun after 0 s)' in found.note
+    found = fits(learner(net(norm=nn.BatchNorm2d)), '10kB')
+    assert found.reason.startswith('Nothing that was tried fits') and 'try a smaller batch' in found.reason
+    assert 'more than plain slices' not in found.note   # no slices were measured
+
+def slow_at_first(monkeypatch):
+    "The first measurement takes three times as long as the others, which the list that is returned counts"
+    taken = []
+    def steps(meter):
+        taken.append(1)
+        return [(3. if len(taken)==1 else 1.,16), (3.,16)]
+    monkeypatch.setattr(what_fits.Meter, 'steps', steps)
+    return taken
 
 def test_noise_does_not_decide(monkeypatch):
     "The first measurement of the learner as it is takes three times as long as the others"
-    taken = []
-    def slow_at_first(meter):
-        taken.append(1)
-        return [(3. if len(taken)==1 else 1.,16), (3.,16)]
-    monkeypatch.setattr(what_fits.Meter, 'steps', slow_at_first)
+    taken = slow_at_first(monkeypatch)
     found = fits(learner())
     assert found.ways[0].time==1. and set(found.table.time)=={'1.0'}
     assert len(taken)==2*len(found.ways)   # again, each of those that seemed faster, and then no more
+
+def test_a_way_that_was_not_proved_never_becomes_the_same(monkeypatch):
+    "A trial that failed is not made again: what was not known stays unknown, in the second measurement and call"
+    class Locked(Block):
+        def __init__(self, n): super().__init__(n, nn.Identity); self.lock = Lock()   # cannot be copied
+    slow_at_first(monkeypatch)
+    learn = learner(nn.Sequential(nn.Conv2d(1, 8, 3), *[Locked(8) for _ in range(4)], nn.Flatten(), nn.LazyLinear(3)))
+    learn.model(torch.randn(1,1,24,24))
+    for _ in range(2):
+        way, = [o for o in fits(learn).ways if 'checkpointing' in o.line and 'micro' not in o.line]
+        assert way.same=='not proved'
+
+def test_memory_that_runs_out_in_the_second_measurement(monkeypatch):
+    "What was measured before stays"
+    first,seen = what_fits.Trials.measure,[]
+    def measure(trials, way):
+        if way.line in seen: raise torch.OutOfMemoryError('CUDA out of memory')
+        seen.append(way.line)
+        first(trials, way)
+        way.times,way.time = ([3.,3.],3.) if not way.line else ([1.,1.],1.)
+    monkeypatch.setattr(what_fits.Trials, 'measure', measure)
+    found = fits(learner())
+    assert len(found.ways)>1 and all(o.time for o in found.ways)
 
 def test_our_callbacks_are_measured_first_and_then_left_out():
     learn = learner(cbs=[MicroBatch(12), AccumulateStep(2)])
