@@ -69,8 +69,8 @@ class AccumulateStep(WindowCallback):
         n_step:int|Callable|None=None, # Micro-batches in a window, or a schedule `pct -> int`
         *,
         n_samples:int|Callable|None=None, # Or the samples in a window, or a schedule `pct -> int`
-        average:bool|None=None, # Average, or sum; `None` sums if the loss does by default
-        drop_last:bool|None=None, # Drop the tail, or step on it; `None` does what the loader does
+        average:bool|None=None, # `True` averages, `False` sums; `None` sums if the loss does by default
+        drop_last:bool|None=None, # `True` drops the tail, `False` steps on it; `None`: as the loader
         weight:Callable|None=None, # `(pred, *yb) -> float`: what your loss divides its sum by
         **kwargs
     ):

@@ -10,8 +10,6 @@ __all__ = ['accelerator', 'accelerators', 'api', 'has_float64', 'counts_memory',
 
 # %% ../nbs/devices.ipynb #de000005
 import re,torch
-from contextlib import contextmanager
-from torch import nn
 
 # %% ../nbs/devices.ipynb #de000009
 def accelerator():

@@ -23,8 +23,8 @@ def unitwise_norm(
 @torch.no_grad()
 def clip_grad_adaptive_(
     params, # Parameters; those without a gradient are left out
-    clip_factor:float=0.01, # λ: the most that a gradient's norm may be of its weights' norm
-    eps:float=1e-3 # ε: weights count as at least this, so that those of zero can move
+    clip_factor:float=0.01, # λ: largest ratio of a gradient's norm to its weights' norm
+    eps:float=1e-3 # ε: smallest norm that weights count with, so that those of zero can move
 ):
     """Scale down, in place, the gradients that are too large for their weights (Brock et al., 2021)
 
@@ -44,8 +44,8 @@ class AdaptiveGradientClip(Callback):
     # as `GradientClip`, which we do not import: its module adds a progress bar to every `Learner`
     order = 11
     def __init__(self,
-        clip_factor:float=0.01, # λ: the most that a gradient's norm may be of its weights' norm
-        eps:float=1e-3, # ε: weights count as at least this, so that those of zero can move
+        clip_factor:float=0.01, # λ: largest ratio of a gradient's norm to its weights' norm
+        eps:float=1e-3, # ε: smallest norm that weights count with, so that those of zero can move
         exclude=None # Modules that are not clipped; `None`: the last `nn.Linear`; `[]`: clip all
     ):
         for name,v,such in (('clip_factor',clip_factor,0.01),('eps',eps,0.001)):

@@ -27,7 +27,7 @@ class GradAccumDtype(Callback):
     _stateattrs = 'win','sums'         # not copied, not saved
     __setattr__ = object.__setattr__   # fastai's also looks for each name in the model
     def __init__(self,
-        dtype:torch.dtype=torch.float32 # Of the sums; parameters that are more precise keep theirs
+        dtype:torch.dtype=torch.float32 # Dtype of the sums; parameters that are more precise keep theirs
     ):
         is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
         if not is_float or torch.finfo(dtype).bits<16:

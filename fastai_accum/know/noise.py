@@ -417,7 +417,7 @@ def _plot_estimate(df, size, n_step, bs):
 def try_windows(self:Learner,
     n_step=(4,8,16), # Batches of the loader in a window, for each branch
     n_epoch:int=1, # Epochs for each branch
-    lr:float|None=None, # Of the first branch, `None`: `learn.lr`; with k times the window, √k times this
+    lr:float|None=None, # Learning rate of the first window (`None`: `learn.lr`); a window k times as large gets √k times it
     show_plot:bool=True # Whether to plot the training loss over the samples
 )->pd.DataFrame: # A row for each branch, with the validation at its end
     """Train a branch from here for each `n_step`, on the same samples; the learner stays as it was

@@ -23,7 +23,7 @@ from ..state import ModelState,everybodys
 
 # %% ../../nbs/memory/checkpointing.ipynb #15266904
 class GradientCheckpointing(Callback):
-    """Compute the blocks of the model again in the backward pass: keep no activations of them
+    """Keep no activations of the model's blocks; compute them again in the backward pass
 
     Example: `cbs=GradientCheckpointing()` takes the repeated blocks of the model.
     The training is the same bit for bit, and takes longer.
