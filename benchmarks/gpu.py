@@ -7,8 +7,8 @@ import argparse,json,os,statistics,subprocess,sys,warnings
 from common import *
 if __name__=='__main__': keep_memory()
 warnings.filterwarnings('ignore')
-import what_fits
 from what_fits import *
+import what_fits   # this folder's, whose names have one of the package among them
 from fastai_accum.know.what_fits import as_text
 
 here = Path(__file__).parent

@@ -6,7 +6,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/inside/prove.html.md"""
 
 # %% auto #0
 __all__ = ['FairCoins', 'Alike', 'Blind', 'run', 'NotTried', 'Unsteady', 'Proof', 'prove', 'few_samples', 'smaller', 'tries',
-           'settings', 'fresh', 'guard', 'report', 'refuse', 'checkpoints_itself', 'raised_in']
+           'settings', 'fresh', 'guard', 'forget_failed', 'report', 'refuse', 'checkpoints_itself', 'raised_in']
 
 # %% ../../nbs/inside/prove.ipynb #7e343ce2
 import gc,time,traceback,warnings
@@ -189,7 +189,7 @@ def tries(model, split, xb, yb):
     return [(o,d) for o in ([few] if split else [smaller(few),few]) for d in devices]
 
 # %% ../../nbs/inside/prove.ipynb #8cfd3d67
-_tried = WeakKeyDictionary()   # for each model, what was tried, and with which trained parameters
+_tried = WeakKeyDictionary()   # for each model: what was tried, with which trained parameters, and whether it is proved
 
 def settings(model, cbs, xb):
     "What must be the same, or the proof is made again"
@@ -213,10 +213,7 @@ def guard(self, learn, xb):
     key = settings(model, cbs, xb)
     tried = _tried.setdefault(model, [])
     able = {id(p) for p in model.parameters() if p.requires_grad}
-    for k,others,why in tried:
-        if k!=key or not able<=others: continue
-        if why: report(_who(_arg(self)), NotTried(why), 0)   # Python shows a warning once
-        return
+    if any(k==key and able<=others for k,others,_ in tried): return
     if learn.opt: able |= {id(p) for p,*_ in learn.opt.all_params()}   # after `unfreeze`, too
     arg = _arg(self)
     start = time.time()
@@ -226,10 +223,13 @@ def guard(self, learn, xb):
     finally: told.end()
     took = time.time()-start
     if isinstance(found, Proof) and (found.raised or found.differs): refuse(arg, model, found)
-    why = str(found) if isinstance(found, NotTried) else None   # the error would hold the copies
-    tried.append((key,able,why))
+    tried.append((key, able, isinstance(found, Proof)))
     if hasattr(getattr(learn, 'recorder', None), 'start_epoch'): learn.recorder.start_epoch += took
     report(_who(arg), found, took)
+
+def forget_failed(model):
+    "Let trials of `model` that have failed be made again, with their warning"
+    _tried[model] = [o for o in _tried.get(model, ()) if o[-1]]
 
 def report(who, found, took):
     "Print what was proved, or warn of what was not"

@@ -28,6 +28,7 @@ from ..microbatch import MicroBatch
 from ..refusals import NotProved,Refused,check_count
 from ..slices import join,leaves,slices,tree_map
 from ..windows import n_of
+from .prove import forget_failed
 from .trial import Given,has_bar
 from .unchanged import Trial,unchanged
 
@@ -281,6 +282,7 @@ def measure(self:Trials, way):
     "Train in `way`, and note what a step takes; again if it was measured before"
     cbs = way.make()
     meter = Meter(self.n_try)
+    forget_failed(get_model(self.learn.model))   # a warning tells here what is not proved
     before = self.allocated()   # the first fit may move the model to the device
     before += sum(p.grad.nbytes for p in self.learn.model.parameters() if p.grad is not None)   # they are made again
     with self.ready(not way.line),_warnings() as told:
