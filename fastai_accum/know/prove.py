@@ -6,7 +6,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/inside/prove.html.md"""
 
 # %% auto #0
 __all__ = ['FairCoins', 'Alike', 'Blind', 'run', 'NotTried', 'Unsteady', 'Proof', 'prove', 'few_samples', 'smaller', 'tries',
-           'settings', 'fresh', 'guard', 'forget_failed', 'report', 'refuse', 'checkpoints_itself', 'raised_in']
+           'settings', 'fresh', 'guard', 'report', 'forget_failed', 'refuse', 'checkpoints_itself', 'raised_in']
 
 # %% ../../nbs/inside/prove.ipynb #7e343ce2
 import gc,time,traceback,warnings
@@ -227,10 +227,6 @@ def guard(self, learn, xb):
     if hasattr(getattr(learn, 'recorder', None), 'start_epoch'): learn.recorder.start_epoch += took
     report(_who(arg), found, took)
 
-def forget_failed(model):
-    "Let trials of `model` that have failed be made again, with their warning"
-    _tried[model] = [o for o in _tried.get(model, ()) if o[-1]]
-
 def report(who, found, took):
     "Print what was proved, or warn of what was not"
     if isinstance(found, NotTried):
@@ -240,6 +236,11 @@ def report(who, found, took):
     elif not rank_distrib():
         print(f"{who} is proved on your model: {found.n} samples, {took:.1f} s, largest error "
               f"{found.error:.0e}. The proof leaves out your loss and callbacks, and mixed precision")
+
+# %% ../../nbs/inside/prove.ipynb #e999f73f
+def forget_failed(model):
+    "Let trials of `model` that have failed be made again, with their warning"
+    _tried[model] = [o for o in _tried.get(model, ()) if o[-1]]
 
 # %% ../../nbs/inside/prove.ipynb #ca110003
 def _is_tried(cb):
