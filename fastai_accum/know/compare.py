@@ -10,6 +10,7 @@ __all__ = ['tol', 'values', 'dice', 'sketch', 'off', 'Seen', 'unseen', 'plain_lo
 # %% ../../nbs/know/compare.ipynb #cmpb803d
 from contextlib import contextmanager
 from fastai.basics import *
+from torch._C._functorch import peek_interpreter_stack
 from torch.utils._mode_utils import no_dispatch
 from ..slices import keys,leaves
 from ..state import contents,everybodys,held,is_generator,items
@@ -93,7 +94,7 @@ def unseen():
 @unseen()
 def note(self:Seen, name, m, args, out):
     "A hook: add up what the module `name` returns"
-    if not self.is_open or planning.get(): return
+    if not self.is_open or planning.get() or peek_interpreter_stack(): return   # the last: within `torch.func.vmap`
     for k,x in leaves(out, name):
         if isinstance(x, Tensor) and x.is_floating_point() and x.ndim:
             x = x.detach().double()

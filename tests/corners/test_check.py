@@ -82,6 +82,18 @@ def test_sizes(bs, n, size):
 def test_exact():
     clean(learner(net(nn.BatchNorm1d(5), nn.Dropout()), rmse, MicroBatch(4, exact=True),
                   targets()).check_accumulation())
+class Jacobian(nn.Module):
+    "Adds the size of its own slope at each sample, as contractive and physics-informed models do"
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+    def forward(self, x):
+        slope = torch.func.vmap(torch.func.jacrev(self.inner))(x)
+        return self.inner(x)+slope.pow(2).sum((1,2))[:,None]
+
+@pytest.mark.parametrize('cbs', [None, MicroBatch(4), MicroBatch(4, coupled=True), MicroBatch(4, exact=True)])
+def test_model_that_differentiates_itself(cbs): clean(learner(Jacobian(), cbs=cbs).check_accumulation())
+
 def test_coupled(): clean(learner(loss_func=contrastive, cbs=MicroBatch(4, coupled=True)).check_accumulation())
 
 def test_patch():

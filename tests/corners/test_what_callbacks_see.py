@@ -375,7 +375,7 @@ def test_a_slice_that_is_left_out():
 
 @pytest.mark.parametrize('kw', [{}, dict(coupled=True), dict(exact=True)], ids=str)
 def test_hooks_into_modules(kw):
-    "The training is exact. Plain slices have an entry each; otherwise it is that of the first slice, which runs again last"
+    "The training is exact. Plain slices have an entry each; else it is that of the first slice, which runs again last"
     def run(bs, *cbs):
         learn = make_learner(make_dls(64, bs, shuffle=False), cbs=[ActivationStats(),*cbs], splitter=trainable_params)
         learn.fit(1)

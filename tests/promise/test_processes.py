@@ -36,7 +36,8 @@ def started(worlds, tmp_path_factory):
         return folder
     return get
 
-def load(folder, name, world): return [torch.load(folder/f'{name}.{r}', 'cpu', weights_only=False) for r in range(world)]
+def load(folder, name, world):
+    return [torch.load(folder/f'{name}.{r}', 'cpu', weights_only=False) for r in range(world)]
 
 def compare(folder, name, world):
     "What the processes have trained, with what one process trains"

@@ -163,7 +163,8 @@ class Slow(nn.Module):
 
 def test_a_line_says_how_far_it_is_and_the_epoch_does_not_count_it(capsys):
     m = net(Slow())
-    learn = Learner(make_dls(8, 8, x=images[:8], y=classes(8)), m, nn.CrossEntropyLoss(), SGD, cbs=MicroBatch(4, coupled=True))
+    dls = make_dls(8, 8, x=images[:8], y=classes(8))
+    learn = Learner(dls, m, nn.CrossEntropyLoss(), SGD, cbs=MicroBatch(4, coupled=True))
     learn.add_cb(ProgressCallback())
     learn.fit(1)
     out = capsys.readouterr().out
