@@ -92,11 +92,11 @@ def _put(o, was):
 
 def _is(o, was):
     "Whether `o` holds `was`; of generators, nobody asks"
-    if is_generator(o): return False
     now = container(o)
-    if isinstance(now, set): return now==was
-    if not isinstance(now, dict): return len(now)==len(was) and all(map(is_, now, was))
-    return list(now)==list(was) and all(map(is_, now.values(), was.values()))
+    if isinstance(was, dict):   # nearly always
+        return list(now)==list(was) and all(map(is_, now.values(), was.values()))
+    if is_generator(o): return False
+    return now==was if isinstance(now, set) else len(now)==len(was) and all(map(is_, now, was))
 
 # %% ../nbs/state.ipynb #3f0a6c13
 class Noted(NamedTuple):

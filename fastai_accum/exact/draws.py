@@ -135,15 +135,20 @@ def batch_dims(
 # %% ../../nbs/exact/draws.ipynb #d0fa215e
 class Deck:
     "What a batch of `total` samples draws, after the `plan` that `batch_dims` has made"
-    def __init__(self, plan, total):
+    def __init__(self, plan, total, generators=()):
         self.plan = plan
         self.total = total
         self.drawn = {}   # of each draw: its numbers on the host, or the generator's state before it
-        self.ends = {}    # the state of each generator after its last draw
+        self.ends = {g:g.get_state() for g in generators}   # after the last draw of the plan
 
     def end(self):
-        "Let the generators go on after the draws of the batch"
-        for g,state in self.ends.items(): g.set_state(state)
+        "Nothing else may have drawn"
+        if all(torch.equal(g.get_state(), state) for g,state in self.ends.items()): return
+        _differs('the model draws in a function that drew nothing for the first samples')
+
+def _differs(what):
+    raise Differs(f"MicroBatch: exact=True is not possible: {what}; what it draws must not "
+                  f"depend on the samples, nor change in the middle of an epoch. {_instead}")
 
 # %% ../../nbs/exact/draws.ipynb #b6a10d15
 class Dealt(TorchDispatchMode):
@@ -158,9 +163,8 @@ class Dealt(TorchDispatchMode):
         if self.at<len(self.deck.plan): self._differs('nothing more')
 
     def _differs(self, now):
-        raise Differs(f"MicroBatch: exact=True is not possible: after {self.at} draws, the model "
-            f"draws {now}, which is not what it drew for the first samples; what it draws must not "
-            f"depend on the samples, nor change in the middle of an epoch. {_instead}")
+        _differs(f'after {self.at} draws, the model draws {now}, which is not what it drew for '
+                 'the first samples')
 
 # %% ../../nbs/exact/draws.ipynb #0bab1777
 def _sized(size, axis, n):

@@ -67,14 +67,15 @@ def refuse(model):
 # %% ../../nbs/exact/whole.ipynb #cfefb39c
 @patch
 def plan(self:Exact, state, forward, xb, n, cut):
-    "What two runs have found for a batch of these shapes"
-    key = modes(self.model),*[(tuple(o.shape),o.dtype) for _,o in leaves(xb)]
+    "What two runs on a few of the `n` samples `xb` have found"
+    if n==1: xb = join([xb]*2, [1,1])   # two samples, the same twice
+    k = 1 if n<3 else 2
+    few = [cut(xb, i)[0][0] for i in (k,k+1)]
+    key = modes(self.model),*[(tuple(o.shape),o.dtype) for _,o in leaves(few[-1])]
     if key not in self.plans:
-        if n==1: xb = join([xb]*2, [1,1])   # two samples, the same twice
-        k = 1 if n<3 else 2
-        def look(k): return in_thread(lambda _: watch(state, forward, cut(xb, k)[0][0]))
+        def look(xs): return in_thread(lambda _: watch(state, forward, xs))
         was = planning.set(True)
-        try: fewer,more = look(k),look(k+1)
+        try: fewer,more = map(look, few)
         finally: planning.reset(was)
         more.draws = batch_dims(fewer.draws, more.draws, k, k+1)
         self.plans[key] = more
@@ -117,7 +118,8 @@ def modes(model):
 @patch
 def run_slices(self:Exact, plan, state, forward, parts, sizes):
     "The predictions for each slice, run according to the `plan`"
-    deck = Deck(plan.draws, sum(sizes))
+    torchs = filter(risinstance(torch.Generator), state.generators)
+    deck = Deck(plan.draws, sum(sizes), torchs)
     start = ModelState(self.model, plan.objects, plan.buffers, state.generators)
     @contextmanager
     def deal(k, norm=no_norms):

@@ -714,6 +714,17 @@ def test_what_is_switched_in_the_middle_of_an_epoch(k, first):
         return flat(lambda h, a, d: d(a(h).tanh()), nn.BatchNorm1d(8) if first=='norm' else nn.Tanh(), nn.Dropout(0.))
     same(make, X2, Y2, 5, cbs=Switch(), epochs=1)
 
+@pytest.mark.parametrize('first', ['norm','none'])
+def test_draws_that_begin_in_a_later_batch(first):
+    "The first batch draws nothing of PyTorch, and no flag of the model shows that the second one does"
+    def make():
+        def f(h, a, d):
+            h = a(h).tanh()
+            return d(d(h)*2) if coins.pop() else h
+        coins = [False]*4+[True,False]
+        return flat(f, nn.BatchNorm1d(8) if first=='norm' else nn.Tanh(), nn.Dropout(.3))
+    same(make, X2, Y2, 5, epochs=1)
+
 @pytest.mark.skipif(not hasattr(signal, 'setitimer'), reason='uses a timer of the system, which Windows does not have')
 def test_ctrl_c_at_any_time():
     "A signal at a hundred random times: no thread stays, nothing hangs, the buffers are those from before the batch"
