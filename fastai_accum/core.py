@@ -507,4 +507,5 @@ def __repr__(self:WindowCallback):
     pars = inspect.signature(type(self).__init__).parameters.values()
     pars = [o for o in pars if hasattr(type(self), o.name) or o.name in vars(self)]
     args = {o.name:getattr(self, o.name) for o in pars if getattr(self, o.name)!=o.default}
-    return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k,v in args.items())})"
+    def shown(v): return getattr(v, '__name__', None) or repr(v)   # of a function, the name
+    return f"{type(self).__name__}({', '.join(f'{k}={shown(v)}' for k,v in args.items())})"

@@ -89,8 +89,8 @@ _methods = dict(AccumulateStep='accumulate', MicroBatch='micro_batch', GradientC
 
 def as_line(cb, learn='learn'):
     "The line that adds a callback like `cb` to `learn`"
-    name,_,args = re.sub(r'<function (\S+) at \w+>', r'\1', repr(cb)).partition('(')
-    return f"{learn}.{_methods[name]}({args or ')'}"
+    name,_,args = repr(cb).partition('(')
+    return f"{learn}.{_methods[name]}({args.removeprefix('bs=') or ')'}"
 
 def makes_windows(cb):
     "Whether `cb`, a callback or a class of callbacks, is an `AccumulateStep` or a `MicroBatch`"

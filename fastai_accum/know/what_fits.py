@@ -25,7 +25,7 @@ from ..loss import loss_reduction,loss_weight
 from ..memory.checkpointing import GradientCheckpointing
 from ..memory.offload import OffloadActivations
 from ..microbatch import MicroBatch
-from ..refusals import NotProved,Refused,check_count
+from ..refusals import NotProved,Refused,as_line,check_count
 from ..slices import join,leaves,slices,tree_map
 from ..windows import n_of
 from .prove import forget_failed
@@ -301,8 +301,9 @@ def allocated(self:Trials): return api(self.device).memory_allocated(self.device
 
 # %% ../../nbs/inside/what_fits.ipynb #3240aa0f
 @patch
-def try_way(self:Trials, calls='', make=list):
-    "Add a row for a line with the methods `calls`, which add the callbacks `make`, or say why not"
+def try_way(self:Trials, make=list):
+    "Add a row for the line that adds the callbacks `make()`, or say why not"
+    calls = ''.join(as_line(o, learn='') for o in make())
     line = calls and ''.join(['learn', *(f'.remove_cb({o})' for o in self.own), calls])
     way = Way(line, make)
     if self.bar:
@@ -345,13 +346,9 @@ def leave_out(self:Trials, what, why): self.left_out.append(f'{what} ({why})')
 
 # %% ../../nbs/inside/what_fits.ipynb #fd7c91fb
 @patch
-def try_slices(self:Trials, then='', cbs=list, k=2, **kwargs):
+def try_slices(self:Trials, cbs=list, k=2, **kwargs):
     "Cut into `k` slices, then into twice as many, until they fit, are refused or save little; return `k`"
-    args = ''.join(f', {k}={v}' for k,v in kwargs.items())
-    def cut(k):
-        bs = -(-self.n//k)
-        def make(): return [MicroBatch(bs, **kwargs), *cbs()]
-        return self.try_way(f'.micro_batch({bs}{args}){then}', make)
+    def cut(k): return self.try_way(lambda: [MicroBatch(-(-self.n//k), **kwargs), *cbs()])
     def saves_little(last): return last.peak and way.peak and way.peak>.9*last.peak
     first_k = k
     way = cut(k)
@@ -398,15 +395,14 @@ def try_all(self:Trials):
 @patch
 def try_others(self:Trials):
     if self.n>1: self.try_cut()
-    can = self.try_way('.gradient_checkpointing()', _checkpoints).error in (None,_oom)
-    if self.can_move: self.try_way('.offload_activations()', _offloads)
+    can = self.try_way(_checkpoints).error in (None,_oom)
+    if self.can_move: self.try_way(_offloads)
     else: self.leave_out('`OffloadActivations`', 'on a CPU, activations are on the host already')
     if not can or self.best and self.best.is_same: return
-    both = '.gradient_checkpointing().offload_activations()'
-    if self.can_move: self.try_way(both, lambda: _checkpoints()+_offloads())
+    if self.can_move: self.try_way(lambda: _checkpoints()+_offloads())
     is_same = not (self.norms or self.draws or self.compares)
     if self.n>1 and (is_same or self.budget and not self.best):
-        self.try_slices('.gradient_checkpointing()', _checkpoints, **self.flags)
+        self.try_slices(_checkpoints, **self.flags)
 
 # %% ../../nbs/inside/what_fits.ipynb #c5f5e4d7
 @patch(as_prop=True)

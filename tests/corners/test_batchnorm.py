@@ -154,8 +154,8 @@ class Marks(Callback):
     def before_fit(self): print('the bar begins')
 
 @pytest.mark.parametrize('cbs,sees,line', [
-    (lambda: MicroBatch(2), 'MicroBatch: batch norm sees 2 samples', 'learn.micro_batch(bs=2, exact=True)'),
-    (lambda: MicroBatch(2, coupled=True), 'sees 2 samples', 'learn.micro_batch(bs=2, exact=True)'),
+    (lambda: MicroBatch(2), 'MicroBatch: batch norm sees 2 samples', 'learn.micro_batch(2, exact=True)'),
+    (lambda: MicroBatch(2, coupled=True), 'sees 2 samples', 'learn.micro_batch(2, exact=True)'),
     (lambda: AccumulateStep(3), 'AccumulateStep: batch norm sees 4 samples',
      'load batches of 12 and write\nlearn.remove_cb(AccumulateStep).micro_batch(4, exact=True)'),
     (lambda: AccumulateStep(n_samples=8), 'sees 4 samples', 'load batches of 8 '),
