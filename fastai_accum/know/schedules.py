@@ -16,7 +16,7 @@ from ..refusals import check_count
 # %% ../../nbs/know/schedules.ipynb #124651e0
 @patch
 def plot_windows(self:Recorder,
-    figsize:tuple=(9,2.7) # Width and height, in inches
+    figsize:tuple=(5,5) # Width and height, in inches
 ):
     """Plot the learning rate, the effective batch and the steps of the last fit, over the samples of its steps
 
@@ -28,12 +28,13 @@ def plot_windows(self:Recorder,
         raise ValueError("plot_windows: the last fit did not train in windows; "
                          "call `fit` with an AccumulateStep or a MicroBatch first")
     sizes = np.array(sizes[:len(lrs)])
-    _,axs = plt.subplots(1, 3, figsize=figsize, layout='constrained')
+    _,axs = plt.subplots(3, 1, figsize=figsize, sharex=True, layout='constrained')
     titles = 'learning rate','effective batch, in samples','steps so far'
     for ax,ys,title in zip(axs, (lrs,sizes,np.cumsum(sizes>0)), titles):
         ax.step([0,*np.cumsum(sizes)], [*ys,ys[-1]], where='post')
-        ax.set(title=title, xlabel='samples')
+        ax.set_title(title)
         ax.set_ylim(bottom=0)
+    ax.set_xlabel('samples')
 
 # %% ../../nbs/know/schedules.ipynb #fac21136
 Seesaw = namedtuple('Seesaw', 'lr n_step')

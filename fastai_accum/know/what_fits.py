@@ -519,7 +519,7 @@ def plot(self:Fits):
     ways = [o for o in self.ways if o.time][::-1]
     names = [o.line or '(as it is)' for o in ways]
     colors = list(map(self.color, ways))
-    fig,(mem,time) = plt.subplots(1, 2, figsize=(10, 1+.3*len(ways)), sharey=True)
+    fig,(mem,time) = plt.subplots(2, 1, figsize=(5.5, 2+.5*len(ways)))
     mem.barh(names, [o.peak/1024**2 for o in ways], color=colors)
     if self.budget: mem.axvline(self.budget/1024**2, color='k', ls='--')
     time.barh(names, [1000*o.time for o in ways], color=colors)
