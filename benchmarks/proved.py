@@ -24,7 +24,7 @@ ways = dict(exact=lambda: MicroBatch(small, exact=True), coupled=lambda: MicroBa
 archs = {}
 
 def arch(family, name, make, data, refused={}, **kwargs):
-    "An architecture: `make` returns the model, `data` a batch; `refused` has the ways that are rightly refused, each with a word of the message and the reason"
+    "An architecture: `make` returns the model, `data` a batch; `refused` has the ways that are rightly refused, each with a word of the message and the reason, `needs` a package"
     archs[name] = dict(family=family, make=make, data=data, refused=refused, **kwargs)
 
 def gen(): return torch.Generator().manual_seed(0)
@@ -58,7 +58,7 @@ arch('fastai', 'vision_learner(resnet18)',                     learner_of(resnet
 arch('fastai', 'vision_learner(resnet18, concat_pool=False)',  learner_of(resnet18, concat_pool=False), images)
 arch('fastai', 'vision_learner(resnet18, lin_ftrs, bn_final)', learner_of(resnet18, lin_ftrs=[64,32], bn_final=True, ps=.3), images)
 arch('fastai', 'vision_learner(densenet121)',                  learner_of(densenet121), images)
-arch('fastai', "vision_learner('convnext_atto')",              learner_of('convnext_atto'), images)
+arch('fastai', "vision_learner('convnext_atto')",              learner_of('convnext_atto'), images, needs='timm')
 arch('fastai', 'unet_learner(resnet18)',                       unet(resnet18), masks)
 arch('fastai', 'unet_learner(resnet18, self_attention)',       unet(resnet18, self_attention=True), masks)
 arch('fastai', 'unet_learner(resnet34, blur, Mish)',           unet(resnet34, blur=True, act_cls=Mish), masks)
@@ -81,7 +81,7 @@ for name,kw in dict(resnet18={}, resnet50d=drops, resnext26ts={}, resnetv2_50=dr
     mobilenetv3_small_100=drops, regnety_002=drops, repvgg_a0={}, ghostnet_100={}, hrnet_w18_small={}, convnext_atto=drops, convnextv2_atto=drops, edgenext_xx_small=drops,
     mobilevit_xxs=drops, poolformer_s12=drops, vit_tiny_patch16_224=dict(img_size=px, **drops), swin_tiny_patch4_window7_224=dict(img_size=px, window_size=4, **drops),
     mixer_s32_224=dict(img_size=px, **drops), deit_tiny_distilled_patch16_224=dict(img_size=px), xcit_nano_12_p16_224=dict(img_size=px, **drops)).items():
-    arch('timm', f'timm {name}', partial(of_timm, name, **kw), images)
+    arch('timm', f'timm {name}', partial(of_timm, name, **kw), images, needs='timm')
 
 # ---- transformers
 
@@ -92,7 +92,7 @@ def of_tf(kind, config, f=None, **kwargs):
 ids  = dict(vocab_size=50, bos_token_id=0, eos_token_id=1, pad_token_id=2)
 tiny = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
 def hf(name, kind, config, data=tokens, f=None, loss=None, refused={}, in64=True, family='transformers', **kwargs):
-    arch(family, name, lambda: of_tf(kind, config, f, **kwargs), data, refused, loss=loss, in64=in64)
+    arch(family, name, lambda: of_tf(kind, config, f, **kwargs), data, refused, loss=loss, in64=in64, needs='transformers')
 def both(*why): return dict(exact=why, coupled=why)
 def sounds(): return torch.randn(bs, 1600, generator=gen()),classes(bs)
 flat = CrossEntropyLossFlat()

@@ -10,12 +10,11 @@ proved = pytest.importorskip('proved', reason='needs fastai with vision, text an
 
 tol = 1e-8   # of deep networks with batch norm over few samples, whose rounding grows from layer to layer
 
-packages = dict(timm='timm', transformers='transformers')
 @pytest.mark.parametrize('way', proved.ways)
 @pytest.mark.parametrize('name', proved.archs)
 def test_architecture(name, way):
     a = proved.archs[name]
-    if a['family'] in packages: pytest.importorskip(packages[a['family']], reason=f"tests a model of {a['family']}")
+    if needs := a.get('needs'): pytest.importorskip(needs, reason=f'tests a model of {needs}')
     r = proved.row(name, way)
     if way in a['refused']: assert r['what']=='refused' and a['refused'][way][0] in r['says'], r
     elif not a.get('in64', True): assert r['what']=='not tried' and 'Double' in r['says'], r
