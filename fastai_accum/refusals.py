@@ -136,7 +136,8 @@ def check_plan(acc, windows, *later):
         warnings.warn(f"{acc}: {size} samples are fewer than the batch size {bs}, so each micro-batch is a window. "
                       "n_samples counts samples; use n_step to count micro-batches", stacklevel=2)
     n = windows.n or 0
-    tail = n-min(windows.ends[-1]*bs, n) if n and windows.ends and windows.drop_last else 0
+    can_drop = n and windows.ends and windows.drop_last
+    tail = n-min(windows.ends[-1]*bs, n) if can_drop else 0
     if tail>.05*n and not rank_distrib():
         print(f"{acc}: {tail} of the {n} samples of an epoch reach no step, because the last window is not full and "
               "is dropped. drop_last=False keeps them")
@@ -155,25 +156,38 @@ _noted = set()   # what this session has printed
 
 def note_batch_norm(acc, learn):
     "Print once per session that batch norm sees a part of a window, and the line that changes this"
-    cut = first(o for o in learn.cbs if makes_windows(o) and o.cuts)
     bs = batch_size(learn.dls.train)
-    if 'batch norm' in _noted or rank_distrib() or cut and cut.exact: return
-    n = cut and (cut.fits.get(True) if cut.bs=='auto' else cut.bs)
-    n = n if n and n<(bs or math.inf) else None   # samples in a slice; `None` if no batch is cut
-    has_norm = any(isinstance(m, _BatchNorm) for m in learn.model.modules())
-    if not has_norm or any(hasattr(type(o), 'knows_batch_norm') for o in learn.cbs) or not n and acc.n_step==1: return
+    cut = first(o for o in learn.cbs if makes_windows(o) and o.cuts)
+    part = _slice_size(cut, bs) if cut else None
+    sees = bs if part is None or cut.exact else part
+    is_whole = sees==bs and acc.n_step==1
+    if is_whole or 'batch norm' in _noted or rank_distrib() or not _norms_differ(learn): return
     _noted.add('batch norm')
-    print(f"{acc}: batch norm sees {n or bs or 'one micro-batch'} {'samples ' if n or bs else ''}at a time, so the "
-          f"training is not that of the\nlarge batch. For the same training, {_same_norm(acc, cut, n, bs)}{_where(learn)}")
+    what = f'{sees} samples' if sees else 'one micro-batch'
+    print(f"{acc}: batch norm sees {what} at a time, so the training is not that of the\n"
+          f"large batch. For the same training, {_same_norm(acc, cut, part or bs, bs)}{_where(learn)}")
 
-def _same_norm(acc, cut, n, bs):
+def _norms_differ(learn):
+    "Whether the model has batch norm, and no callback knows what it sees"
+    knows = any(hasattr(type(o), 'knows_batch_norm') for o in learn.cbs)
+    return not knows and any(isinstance(m, _BatchNorm) for m in learn.model.modules())
+
+def _slice_size(cut, bs):
+    "The samples in a slice; `None` if no batch is cut"
+    n = cut.fits.get(True) if cut.bs=='auto' else cut.bs
+    return n if n and n<(bs or math.inf) else None
+
+def _same_norm(acc, cut, part, bs):
+    "What to write, so that batch norm sees the large batch"
     if acc.cuts:
-        (exact := copy(cut)).coupled,exact.exact = False,True
+        exact = copy(cut)
+        vars(exact).update(coupled=False, exact=True)
         return f"write {as_line(exact)}"
     size = bs*acc.n_step if bs and isinstance(acc.n_step, int) else acc.n_samples
+    batches = f'batches of {size}' if isinstance(size, int) else 'the large batch'
+    args = f'{part}, exact=True' if part else 'exact=True'
     without = getattr(type(acc), 'without', 'learn.remove_cb(AccumulateStep)')   # how to go on without `acc`
-    return (f"load {f'batches of {size}' if isinstance(size, int) else 'the large batch'} and write\n"
-            f"{without}.micro_batch({n or bs or ''}{', '*bool(n or bs)}exact=True)")
+    return f"load {batches} and write\n{without}.micro_batch({args})"
 
 def _where(learn):
     device = getattr(learn.dls, 'device', None) or next(learn.model.parameters()).device

@@ -159,7 +159,9 @@ class Marks(Callback):
     (lambda: AccumulateStep(3), 'AccumulateStep: batch norm sees 4 samples',
      'load batches of 12 and write\nlearn.remove_cb(AccumulateStep).micro_batch(4, exact=True)'),
     (lambda: AccumulateStep(n_samples=8), 'sees 4 samples', 'load batches of 8 '),
-    (lambda: [AccumulateStep(3),MicroBatch(2)], 'sees 2 samples', 'load batches of 12 ')])
+    (lambda: [AccumulateStep(3),MicroBatch(2)], 'sees 2 samples', 'load batches of 12 '),
+    (lambda: [AccumulateStep(3),MicroBatch(2, exact=True)], 'sees 4 samples',
+     'load batches of 12 and write\nlearn.remove_cb(AccumulateStep).micro_batch(2, exact=True)')])
 def test_the_note_names_the_line_above_the_bar(cbs, sees, line, monkeypatch, capsys):
     monkeypatch.setattr(refusals, '_noted', set())
     model = nn.Sequential(nn.Linear(6,8), nn.BatchNorm1d(8), nn.Linear(8,3)).double()
@@ -190,6 +192,4 @@ def test_the_note_does_not_come(notes):
     for cbs in (None, lambda: AccumulateStep(1), lambda: [AccumulateStep(2),BatchNormEval()]): assert not notes(cbs)
     assert not notes(lambda: AccumulateStep(2), small_model)
 
-def test_the_note_does_not_come_with_exact(notes):
-    for cbs in (lambda: MicroBatch(2, exact=True)),(lambda: [AccumulateStep(2),MicroBatch(2, exact=True)]):
-        assert not notes(cbs)
+def test_the_note_does_not_come_with_exact(notes): assert not notes(lambda: MicroBatch(2, exact=True))
