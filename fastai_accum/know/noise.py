@@ -11,7 +11,7 @@ __all__ = ['Noise', 'unbiased', 'ratio_interval', 'NoiseScale', 'Sums']
 from collections import namedtuple
 from contextlib import ExitStack,contextmanager
 from itertools import starmap
-from numbers import Integral,Real
+from numbers import Integral
 from fastai.basics import *
 from matplotlib.ticker import LogFormatter
 from scipy import stats
@@ -411,72 +411,3 @@ def _plot_estimate(df, size, n_step, bs):
     ax.set(xlabel='windows', ylabel='samples', xscale='log', yscale='log')
     ax.legend()
     _log(ax.xaxis, ax.yaxis)
-
-# %% ../../nbs/inside/noise.ipynb #bfa4bd3a
-@patch
-def try_windows(self:Learner,
-    n_step=(4,8,16), # Batches of the loader in a window, for each branch
-    n_epoch:int=1, # Epochs for each branch
-    lr:float|None=None, # Learning rate of the first window (`None`: `learn.lr`); a window k times as large gets √k times it
-    show_plot:bool=True # Whether to plot the training loss over the samples
-)->pd.DataFrame: # A row for each branch, with the validation at its end
-    """Train a branch from here for each `n_step`, on the same samples; the learner stays as it was
-
-    Example: `learn.try_windows((2,4,8))`. It takes the time of an epoch for each `n_step`.
-    https://fastai-accum.github.io/fastai_accum/know/noise.html"""
-    n_steps = list(L(n_step))
-    if lr is None: lr = self.lr
-    for n in n_steps or [None]: _check_least('try_windows', 'n_step', n, 1)
-    _check_least('try_windows', 'n_epoch', n_epoch, 1)
-    if isinstance(lr, bool) or not isinstance(lr, Real) or not 0<lr<math.inf:
-        raise ValueError(f"try_windows: lr must be a number above 0, got {lr!r}")
-    branches = {n:_branch(self, n, n_epoch, lr*(n/n_steps[0])**.5) for n in n_steps}
-    table = pd.DataFrame(_compare(branches, show_plot)).T.rename_axis('n_step')
-    return table.astype({'samples':int,'steps':int})
-
-# %% ../../nbs/inside/noise.ipynb #e7026f20
-class _Losses(Trial):
-    "The number of samples and the loss of each window"
-    order = -100   # before callbacks that end fits at NaN
-    def __init__(self): self.seen = []
-    def after_batch(self):
-        self.seen.append((self.learn.accumulate_step.window.n_all, self.learn.loss.detach()))
-
-# %% ../../nbs/inside/noise.ipynb #d125fbf8
-def _branch(learn, n_step, n_epoch, lr):
-    "The samples and the loss of each window of a branch, and its row of the table"
-    acc = _windows_of(n_step, _settings(learn))
-    losses = _Losses()
-    with unchanged(learn),learn.no_logging():
-        learn.remove_cbs(learn.cbs.filter(risinstance('ParamScheduler')))   # they set `lr`
-        learn.fit(n_epoch, lr, cbs=[acc, losses])
-        names = list(learn.recorder.metric_names)[1:]
-        values = dict(zip(names, first(learn.recorder.values[-1:]) or ()))
-    if not losses.seen:
-        raise ValueError(f"try_windows: {n_step=} made no step, because a callback ended the fit")
-    values.pop('train_loss', None)   # fastai averages over windows, which differ
-    n,loss = np.array([(n,float(loss)) for n,loss in losses.seen]).T
-    return n,loss,dict(lr=lr, steps=acc.counts.n_steps, **values)
-
-# %% ../../nbs/inside/noise.ipynb #77f9a9ce
-def _average(n, loss, horizon):
-    "The samples so far, and the loss averaged over about the last `horizon` samples"
-    at = n.cumsum()
-    w = -np.expm1(-n/horizon)*np.exp((at-at[-1])/horizon)
-    return at,(w*loss).cumsum()/w.cumsum()
-
-# %% ../../nbs/inside/noise.ipynb #73fb70fa
-def _compare(branches, show_plot):
-    "The rows of the table of `branches`, and the plot"
-    horizon = max(*(n.max() for n,*_ in branches.values()), first(branches.values())[0].sum()/20)
-    lines = {k:_average(n, loss, horizon) for k,(n,loss,_) in branches.items()}
-    if show_plot:
-        _,ax = plt.subplots()
-        for k,(at,line) in lines.items():
-            label = f'n_step={k}, lr {branches[k][-1]["lr"]:.2g}'
-            ax.plot(at[at>=horizon], line[at>=horizon], label=label)
-        title = f'Averaged over about {horizon:.0f} samples'
-        ax.set(xlabel='samples', ylabel='training loss', title=title)
-        ax.legend()
-    def end(k): return lines[k][1][-1]
-    return {k:dict(samples=n.max(), train_loss=end(k), **row) for k,(n,_,row) in branches.items()}

@@ -304,8 +304,6 @@ def test_bad_arguments():
     msg = 'noise_scale: n_step=99 is more than the 12 batches of an epoch; pass n_step=2 to 12'
     with pytest.raises(ValueError, match=msg):
         learn.noise_scale(n_step=99)
-    for kw in dict(n_step=()), dict(n_step=(2,0)), dict(n_epoch=0), dict(lr='1e-3'):
-        with pytest.raises(ValueError, match=f'try_windows: {first(kw)} must be'): learn.try_windows(**kw)
     with pytest.raises(ValueError, match="NoiseScale: preconditioned must be True or False, got 'yes'"):
         NoiseScale('yes')
     assert learn.opt is None and len(learn.spy.steps if hasattr(learn.spy, 'steps') else [])==0
@@ -412,8 +410,10 @@ def make_all(opt_func=Adam, fitted=True, cbs=()):
     learn.model[0].eval() if isinstance(learn.model, nn.Sequential) else learn.model.drop.eval()
     return learn
 
-acts = dict(noise=lambda l: l.noise_scale(num_it=6, n_step=2, show_plot=False),
-            windows=lambda l: l.try_windows((1,2), lr=.1, show_plot=False))
+def branch(learn):
+    with unchanged(learn): learn.fit(1, .1, cbs=AccumulateStep(2))
+
+acts = dict(noise=lambda l: l.noise_scale(num_it=6, n_step=2, show_plot=False), branch=branch)
 
 @pytest.mark.parametrize('act', acts)
 @pytest.mark.parametrize('opt', [Adam, partial(OptimWrapper, opt=torch.optim.AdamW)], ids=['fastai','torch'])
@@ -601,7 +601,7 @@ def test_other_callbacks(tmp_path):
     learn.fit(1)
     was = {p:p.read_bytes() for p in tmp_path.rglob('*') if p.is_file()}
     assert len(was)==2
-    learn.noise_scale(num_it=6, n_step=2, show_plot=False); learn.try_windows((1,2), show_plot=False)
+    learn.noise_scale(num_it=6, n_step=2, show_plot=False)
     assert {p:p.read_bytes() for p in tmp_path.rglob('*') if p.is_file()}==was
 
 # What it says
@@ -710,26 +710,7 @@ def test_plots():
     assert len(pre.get_ydata())==len(df)-1
     res = learn.noise_scale(num_it=12, n_step=2)
     assert plt.gca().lines[0].get_ydata()[-1]==pytest.approx(res.scale, nan_ok=True)
-    table = learn.try_windows((2,4))
-    assert len(plt.gca().lines)==2
     plt.close('all')
-
-def test_branches():
-    "Each branch is the training with that window, from the same state; the losses are at the same samples"
-    def branch(n):
-        learn = make_learner(make_dls(96, 8), cbs=AccumulateStep(2), metrics=accuracy); learn.fit(1)
-        if n is None: return learn.try_windows((2,4), n_epoch=2, lr=.01, show_plot=False)
-        learn.remove_cb(AccumulateStep)
-        learn.fit(2, .01*(n/2)**.5, cbs=AccumulateStep(n, drop_last=False))
-        return learn
-    table = branch(None)
-    assert table.columns.tolist()==['samples','train_loss','lr','steps','valid_loss','accuracy']
-    for n in (2,4):
-        alone = branch(n)
-        row = table.loc[n]
-        assert row.valid_loss==pytest.approx(alone.recorder.values[-1][1],
-                                             abs=1e-12) and row.steps==24//n and row.samples==8*n
-        assert row.lr==pytest.approx(.01*(n/2)**.5)
 
 # Several processes
 
@@ -823,17 +804,6 @@ def nan_learner(*cbs):
 def test_not_finite():
     with pytest.raises(ValueError, match='the gradients are not finite'):
         nan_learner().noise_scale(n_step=2, num_it=4, show_plot=False)
-    assert nan_learner(TerminateOnNaNCallback()).try_windows((1,2), lr=.1, show_plot=False).train_loss.isna().all()
-
-def test_try_windows_sets_the_rate():
-    "`lr` is used even if the learner has a schedule of its own"
-    seen = []
-    learn = make_learner(make_dls(96, 8), cbs=[ParamScheduler({'lr':SchedCos(.1,.001)}),
-                                               Callback(after_step=lambda cb: seen.append(cb.opt.hypers[-1]['lr']))])
-    res = learn.try_windows((1,4), lr=.5, show_plot=False)
-    assert res.lr.tolist()==[.5,1.] and sorted(set(seen))==[.5,1.] and first(learn.cbs, risinstance(ParamScheduler))
-    for lr in (-1., math.nan): 
-        with pytest.raises(ValueError, match='lr must be a number above 0'): learn.try_windows(lr=lr)
 
 def test_left_out_micro_batches_do_not_change_the_unit():
     def some(cb):

@@ -20,7 +20,7 @@ class Projects(Callback):
     def after_pred(self): self.n += 1
 
 trials = dict(what_fits=lambda l: l.what_fits('1GB', n_try=1), check=lambda l: l.check_accumulation(),
-              noise=lambda l: l.noise_scale(2, 3, False), branches=lambda l: l.try_windows((1,2), show_plot=False),
+              noise=lambda l: l.noise_scale(2, 3, False),
               proof=lambda l: l.micro_batch(4, coupled=True).what_fits('1GB', n_try=1))
 
 @pytest.mark.parametrize('k', trials)
