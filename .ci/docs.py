@@ -25,12 +25,13 @@ def _repr_markdown_(self):
         name = {'VAR_POSITIONAL':'*', 'VAR_KEYWORD':'**'}.get(getattr(kind, 'name', ''), '')+k
         anno = '' if anno is empty else re.sub(r'[a-z_.]+[.](?=[A-Za-z])|(?<=None)Type', '', formatannotation(anno))
         anno = re.sub(r'^(?:Union|Optional)\[(.*)\]$', lambda m: m[1].replace(', ', ' | '), anno)
-        if v.get('docment') or anno and k!='return':
+        if v.get('docment'):
             shown,anno = 'returns' if k=='return' else f'`{name}`',f'`{anno}`'.replace('|', '\\|')*bool(anno)
-            rows.append([shown, anno, v.get('docment') or ''])
+            rows.append([shown, anno, v['docment']])
         value = '' if default is empty else '='+getattr(default, '__name__', repr(default))
         if k!='return': call.append(name+value)
     docs = (self.docs or '').partition('\n\nArguments:')[0]   # the table has them
+    docs = re.sub(rf'\s*{cfg.doc_host}\S+', '', docs)   # the page's own address
     call = textwrap.fill(f'{self.nm.replace("Learner.", "learn.")}({", ".join(call)})', 80, subsequent_indent='    ')
     table = '\n'.join('| '+' | '.join(r).replace('\n', ' ')+' |' for r in rows)*bool(rows[2:])
     return f'```python\n{call}\n```\n\n'+re.sub(r'^(\s*)(.+)', r'\1*\2*', docs, count=1)+f'\n\n{table}'
@@ -83,9 +84,14 @@ def stacked(m, width=50):
     rows = [re.findall(r'<t[hd]\b.*?</t[hd]>', o, flags=re.S) for o in re.split(r'<tr\b', m[0])[1:]]
     texts = [[html.unescape(re.sub('<[^>]*>', '', o)).strip() for o in r] for r in rows]
     if len({*map(len, rows)})>1 or sum(2+min(30, max(map(len, o))) for o in zip(*texts))<=width: return m[0]
-    names = iter(texts[0]*len(rows))
+    body = [t for t,r in zip(texts, rows) if '<td' in ''.join(r)]
+    names,firsts = texts[0],[t[0] for t in body if t[0]]
+    if len(rows)-len(body)==2: names = [a or b for a,b in zip(*texts[:2])]   # the second one names the index
+    if all(re.fullmatch(r'[\d.,]+', o) for o in firsts): kind = 'numbers'
+    else: kind = 'repeats' if len({*firsts})<len(firsts) else 'true'
+    names = iter(names*len(rows))
     cells = re.sub(r'<t[hd]\b', lambda o: f'{o[0]} data-column="{html.escape(next(names))}"', m[0])
-    return cells.replace('<table', '<table data-stacked="true"', 1)
+    return cells.replace('<table', f'<table data-stacked="{kind}"', 1)
 
 def search_for_readers(p):
     "In the index `p`, leave out what is for developers, also on readers' pages, and add words that readers search for"

@@ -22,9 +22,9 @@ from .windows import batch_size,n_inputs,n_of
 
 # %% ../nbs/microbatch.ipynb #c720d328
 class MicroBatch(WindowCallback):
-    """Cut each batch into slices of `bs` samples; the training is the same as with the whole batch
+    """Cut each batch into slices of `bs` samples, and make one step for each batch
 
-    Example: `cbs=MicroBatch(16, exact=True)`. Without exact, batch norm and dropout see one slice. Errors come at once.
+    Example: `cbs=MicroBatch(16, exact=True)`. Without exact, batch norm and dropout see one slice.
     https://fastai-accum.github.io/fastai_accum/microbatch.html"""
     name = 'micro_batches'   # `learn.micro_batch` is the method
     cuts = run_valid = True
@@ -41,7 +41,7 @@ class MicroBatch(WindowCallback):
         exact:bool=False, # Show the whole batch to batch norm and dropout too
         valid:bool=True, # Cut batches in validation and prediction too
         split:Callable|None=None, # `(batch, bs) -> slices`, if the samples are not along the first dimension
-        weight:Callable|None=None, # `(pred, *yb) -> float`, what your loss divides by, if `loss_weight` has no rule
+        weight:Callable|None=None, # `(pred, *yb) -> float`, what your loss divides by, if it averages over something other than samples
         **kwargs
     ):
         refuse_unnamed('MicroBatch', bs, *unnamed)
@@ -172,7 +172,9 @@ class Coupled:
 
 # %% ../nbs/microbatch.ipynb #6ff7e75e
 @patch
-def parts(self:MicroBatch, learn, b): return self.mode.parts(learn, b)
+def parts(self:MicroBatch, learn, b):
+    "What the loop trains on, one after another, for the batch `b`"
+    return self.mode.parts(learn, b)
 
 @patch
 def after_pred(self:MicroBatch):

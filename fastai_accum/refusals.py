@@ -16,7 +16,6 @@ from numbers import Integral
 from fastai.basics import *
 from torch.nn.modules.batchnorm import _BatchNorm
 from .loss import loss_reduction
-from .slices import Refused
 from .windows import batch_size
 
 # %% ../nbs/refusals.ipynb #6ddc79a3
@@ -26,15 +25,16 @@ scheduled = 'an int of at least 1 (for a fastai schedule f, pass `lambda pct: ma
 
 def is_schedule(v): return callable(v) and not isinstance(v, Callback)   # a callback can be called, too
 
-def check_count(who, name, v, what='an int of at least 1'):
+def check_count(who, name, v, what=None, least=1):
     "The count `v`, as an int"
-    if isinstance(v, Integral) and not isinstance(v, bool) and v>=1: return int(v)
+    if isinstance(v, Integral) and not isinstance(v, bool) and v>=least: return int(v)
+    what = what or f'an int of at least {least}'
     got = type(v).__name__ if hasattr(v, name) else repr(v)
-    hint = '' if what==scheduled else _meant_count(name, v)
+    hint = '' if what==scheduled else _meant_count(name, v, least)
     raise ValueError(f"{who}: {name} must be {what}, got {got}{hint}")
 
-def _meant_count(name, v):
-    is_whole = isinstance(v, float) and v>=1 and v.is_integer()
+def _meant_count(name, v, least):
+    is_whole = isinstance(v, float) and v>=least and v.is_integer()
     if is_whole or isinstance(v, str) and v.isdecimal(): return f"; write {int(v)}"
     if hasattr(v, name): return f"; write its `.{name}`"
     if not isinstance(v, (list,tuple)) or name=='bs': return ''
@@ -89,8 +89,9 @@ _methods = dict(AccumulateStep='accumulate', MicroBatch='micro_batch', GradientC
 
 def as_line(cb, learn='learn'):
     "The line that adds a callback like `cb` to `learn`"
-    name,_,args = repr(cb).partition('(')
-    return f"{learn}.{_methods[name]}({args.removeprefix('bs=') or ')'}"
+    args = repr(cb).partition('(')[2]
+    method = first(v for k,v in _methods.items() if is_a(cb, k))   # of a subclass, too
+    return f"{learn}.{method}({args.removeprefix('bs=') or ')'}"
 
 def makes_windows(cb):
     "Whether `cb`, a callback or a class of callbacks, is an `AccumulateStep` or a `MicroBatch`"

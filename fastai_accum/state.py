@@ -91,7 +91,7 @@ def _put(o, was):
         else: now.extend(was)
 
 def _is(o, was):
-    "Whether `o` holds `was`; of generators, nobody asks"
+    "Whether `o` holds `was`; a generator always counts as changed"
     now = container(o)
     if isinstance(was, dict):   # nearly always
         return list(now)==list(was) and all(map(is_, now.values(), was.values()))

@@ -139,12 +139,16 @@ class Deck:
         self.plan = plan
         self.total = total
         self.drawn = {}   # of each draw: its numbers on the host, or the generator's state before it
-        self.ends = {g:g.get_state() for g in generators}   # after the last draw of the plan
+        self.shared = list(generators)   # a draw without a generator of its own takes one of these
+        self.ends = [(g, g.get_state()) for g in self.shared]   # each generator, after each draw
 
     def end(self):
-        "Nothing else may have drawn"
-        if all(torch.equal(g.get_state(), state) for g,state in self.ends.items()): return
-        _differs('the model draws in a function that drew nothing for the first samples')
+        "Let the generators go on after the draws of the plan; nothing else may have drawn"
+        left = [g.get_state() for g in self.shared]
+        for g,state in self.ends: g.set_state(state)
+        if all(torch.equal(g.get_state(), state) for g,state in zip(self.shared, left)): return
+        _differs('the model draws in a function that drew nothing for the first samples, '
+                 'or sets a seed')
 
 def _differs(what):
     raise Differs(f"MicroBatch: exact=True is not possible: {what}; what it draws must not "
@@ -232,7 +236,7 @@ def _kept(self:Dealt, g, whole):
     deck = self.deck
     if self.at not in deck.drawn:
         deck.drawn[self.at] = tree_flatten(whole())[0][-1].cpu()
-        deck.ends[g] = g.get_state()
+        deck.ends.append((g, g.get_state()))
     return deck.drawn[self.at]
 
 @patch
@@ -243,7 +247,7 @@ def _again(self:Dealt, g, whole):
     g.set_state(before)
     out = whole()
     is_first = before is now
-    if is_first: self.deck.ends[g] = g.get_state()
+    if is_first: self.deck.ends.append((g, g.get_state()))
     else: g.set_state(now)
     return out
 

@@ -8,9 +8,10 @@ Docs: https://fastai-accum.github.io/fastai_accum/extras/batchnorm.html.md"""
 __all__ = ['to_group_norm', 'BatchNormEval', 'scale_bn_momentum']
 
 # %% ../../nbs/extras/batchnorm.ipynb #e20f73f9
-from numbers import Integral,Real
+from numbers import Real
 from fastai.basics import *
 from torch.nn.modules.batchnorm import _BatchNorm,_NormBase
+from ..refusals import check_count
 
 # %% ../../nbs/extras/batchnorm.ipynb #fba9fe5b
 _least = 8   # channels in a group
@@ -62,8 +63,7 @@ def to_group_norm(
     if not isinstance(model, nn.Module):
         got = type(model).__name__
         raise ValueError(f"to_group_norm: model must be an nn.Module, such as `learn.model`, got {got}")
-    if isinstance(groups, bool) or not isinstance(groups, Integral) or groups<1:
-        raise ValueError(f"to_group_norm: groups must be an int of at least 1, got {groups!r}")
+    groups = check_count('to_group_norm', 'groups', groups)
     old = {name:m for name,m in model.named_modules() if _is_batch_norm(m)}
     for name,bn in old.items(): _check_batch_norm(name, bn)
     new = {bn:_as_group_norm(bn, groups) for bn in old.values()}

@@ -25,7 +25,7 @@ from ..memory.checkpointing import GradientCheckpointing
 from ..memory.offload import OffloadActivations
 from ..microbatch import MicroBatch
 from ..patch import accumulation_settings
-from ..refusals import NotProved
+from ..refusals import NotProved,check_count
 from ..slices import leaves,slices,tree_map
 from ..state import everybodys,seed
 from ..windows import batch_size,n_inputs,n_of
@@ -38,6 +38,10 @@ class Cause:
     where:str    # Where it begins: the name of a module, of the loss or of the callback
     error:float  # Relative error of the gradient with this cause; the other causes are off
     remedy:str   # The line to write
+    of:str=''    # The class of that module
+
+    @property
+    def at(self): return f'{self.where} ({self.of})' if self.of else self.where
 
 # %% ../../nbs/inside/check.ipynb #fb7b5acd
 @dataclass(repr=False)
@@ -51,7 +55,7 @@ class Check:
 # %% ../../nbs/inside/check.ipynb #04e2448e
 @patch
 def __repr__(self:Check):
-    rows = [f'{o.kind:12}  {o.error:<8.2g}  {o.where}\n              -> {o.remedy}' for o in self.causes]
+    rows = [f'{o.kind}: error {o.error:.2g} at {o.at}\n  -> {o.remedy}' for o in self.causes]
     return '\n'.join([self.title, *rows, self.compared])
 
 @patch
@@ -60,7 +64,7 @@ def _repr_html_(self:Check):
     def row(tag, *vs):
         cells = [f'<{tag} style="text-align:left">{escape(v)}</{tag}>' for v in vs]
         return f"<tr>{''.join(cells)}</tr>"
-    rows = [row('td', o.kind, o.where, f'{o.error:.2g}', o.remedy) for o in self.causes]
+    rows = [row('td', o.kind, o.at, f'{o.error:.2g}', o.remedy) for o in self.causes]
     head = row('th', 'cause', 'where', 'error', 'remedy')
     table = f"<table>{head}{''.join(rows)}</table>" if rows else ''
     compared = f'<p><small>{escape(self.compared)}</small></p>'
@@ -262,7 +266,9 @@ def explained(self:Bench, k, err, on):
         kind = 'augmentation' if hasattr(type(k), 'before_batch') else 'callback'
         where = type(k).__name__
     remedy = '; or '.join(self.remedies(kind, on))
-    return Cause(kind, where or type(self.model).__name__, err, remedy)
+    m = dict(self.model.named_modules()).get(where)
+    of = type(m).__name__ if where and m is not None else ''
+    return Cause(kind, where or type(self.model).__name__, err, remedy, of)
 
 @patch
 def begins(self:Bench, kind, on):
@@ -389,8 +395,7 @@ def compared(self:Bench, n_causes):
 # %% ../../nbs/inside/check.ipynb #chk00014
 def _check_can(learn, bs):
     "Raise an error for a learner that cannot be checked on `bs` samples"
-    if type(bs) is not int or bs<2:
-        raise ValueError(f"check_accumulation: bs must be an int of at least 2, got {bs!r}")
+    check_count('check_accumulation', 'bs', bs, least=2)
     if learn.cbs.filter(lambda o: type(o).__name__=='GANTrainer'):
         raise ValueError("check_accumulation: a GANLearner trains two models in turn, which the check does not "
                          "follow. Check each of them in a Learner of its own, with its own loss")

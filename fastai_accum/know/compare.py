@@ -156,7 +156,8 @@ plain_loss.y_int = True   # for `MixUp`
 def by_itself(o, _):
     "In the place of a batch norm: passes each sample by itself"
     x,shape = F.softsign(o.input),[1,-1]+[1]*(o.input.ndim-2)
-    return x if o.weight is None else x*o.weight.view(shape)+o.bias.view(shape)
+    if o.weight is not None: x = x*o.weight.view(shape)
+    return x if o.bias is None else x+o.bias.view(shape)
 
 # %% ../../nbs/know/compare.ipynb #96aa70ba
 tol = 1e-8   # rounding in float64 is smaller

@@ -11,7 +11,6 @@ __all__ = ['Noise', 'unbiased', 'ratio_interval', 'NoiseScale', 'Sums']
 from collections import namedtuple
 from contextlib import ExitStack,contextmanager
 from itertools import starmap
-from numbers import Integral
 from fastai.basics import *
 from matplotlib.ticker import LogFormatter
 from scipy import stats
@@ -19,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..core import AccumulateStep,in_charge
 from ..microbatch import MicroBatch
 from ..patch import accumulation_settings
-from ..refusals import as_line,check_flags,check_learner,is_validation
+from ..refusals import as_line,check_count,check_flags,check_learner,is_validation
 from .unchanged import Trial,unchanged
 
 # %% ../../nbs/inside/noise.ipynb #b27293a0
@@ -40,8 +39,8 @@ def noise_scale(self:Learner,
     Example: `learn.noise_scale()`. The scale is in samples: a larger batch than this no longer saves many steps.
     https://fastai-accum.github.io/fastai_accum/know/noise.html"""
     is_cut = bool(self.cbs.filter(risinstance(MicroBatch)))
-    _check_least('noise_scale', 'n_step', n_step, 1 if is_cut else 2)
-    _check_least('noise_scale', 'num_it', num_it, 2)
+    check_count('noise_scale', 'n_step', n_step, least=1 if is_cut else 2)
+    check_count('noise_scale', 'num_it', num_it, least=2)
     now = _settings(self)
     check_learner(now, self)
     n = len(self.dls.train)
@@ -55,10 +54,6 @@ def noise_scale(self:Learner,
     return _report(cb, n_step, n, now, show_plot)
 
 # %% ../../nbs/inside/noise.ipynb #f6d8bf56
-def _check_least(who, name, v, least):
-    if isinstance(v, bool) or not isinstance(v, Integral) or v<least:
-        raise ValueError(f"{who}: {name} must be an int of at least {least}, got {v!r}")
-
 def _settings(learn):
     "The `AccumulateStep` that a fit would use"
     own = first(learn.cbs, risinstance(AccumulateStep))
@@ -179,7 +174,7 @@ def result(self:NoiseScale,
     last:int|None=None # How many of the last windows to use; `None`: all
 )->Noise: # The estimate
     "The noise scale over the last windows of the fit"
-    if last is not None: _check_least('NoiseScale', 'last', last, 2)
+    if last is not None: check_count('NoiseScale', 'last', last, least=2)
     df = self.windows.iloc[-(last or 0):]
     res = _noise(df)
     pre = _finite(df, 'pre_')
@@ -192,7 +187,7 @@ def plot(self:NoiseScale,
     beta:float=0.98 # Share that the exponential moving average keeps at each window
 ):
     "Plot the noise scale over the steps of the fit"
-    _,ax = plt.subplots()
+    _,ax = plt.subplots(figsize=(4.6,3.4))
     for pre,label in ('','noise scale'),('pre_','preconditioned'):
         df = _finite(self.windows, pre)
         # corrected for their start
@@ -402,7 +397,7 @@ def _plot_estimate(df, size, n_step, bs):
     noise,grad_sq = map(np.array, _means(df))
     ks = np.unique(np.geomspace(min(3,len(df)), len(df), 80).astype(int))
     est,low,high = np.array([ratio_interval(noise[:k], grad_sq[:k]) for k in ks]).T
-    _,ax = plt.subplots()
+    _,ax = plt.subplots(figsize=(4.6,3.4))
     ax.plot(ks, est, label='noise scale, with its 95 % interval')
     # a band may be very wide
     ax.fill_between(ks, np.maximum(low, est/100), np.minimum(high, est*100), alpha=.25)

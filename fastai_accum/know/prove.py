@@ -22,8 +22,8 @@ from ..memory.checkpointing import GradientCheckpointing,find_blocks
 from ..microbatch import MicroBatch
 from ..devices import has_float64,is_out_of_memory
 from ..state import State
-from ..refusals import NotProved,Refused
-from ..slices import NotPossible,join,leaves,n_rows,slices,tree_map
+from ..refusals import NotProved
+from ..slices import NotPossible,Refused,join,leaves,n_rows,slices,tree_map
 
 # %% ../../nbs/inside/prove.ipynb #9c0398ef
 _coins = 'bernoulli','bernoulli_','native_dropout'

@@ -16,7 +16,7 @@ from ..refusals import check_count
 # %% ../../nbs/know/schedules.ipynb #124651e0
 @patch
 def plot_windows(self:Recorder,
-    figsize:tuple=(5,5) # Width and height, in inches
+    figsize:tuple=(4.6,5) # Width and height, in inches
 ):
     """Plot the learning rate, the effective batch and the steps of the last fit, over the samples of its steps
 

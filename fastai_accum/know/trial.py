@@ -43,7 +43,8 @@ class Told:
 
     def __call__(self):
         self.done += 1
-        self.say(f'{self.what}: step {self.done} of {max(self.n, self.done)}')
+        of = f' of {self.n}' if self.done<=self.n else ''   # nobody knows how many more
+        self.say(f'{self.what}: step {self.done}{of}')
 
     def say(self, text):
         if self.out: print('\r'+text.ljust(self.width), end='\r', file=self.out, flush=True)

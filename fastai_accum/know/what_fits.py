@@ -25,8 +25,8 @@ from ..loss import loss_reduction,loss_weight
 from ..memory.checkpointing import GradientCheckpointing
 from ..memory.offload import OffloadActivations
 from ..microbatch import MicroBatch
-from ..refusals import NotProved,Refused,as_line,check_count
-from ..slices import join,leaves,slices,tree_map
+from ..refusals import NotProved,as_line,check_count
+from ..slices import Refused,join,leaves,slices,tree_map
 from ..windows import n_of
 from .prove import forget_failed
 from .trial import Given,has_bar
@@ -445,7 +445,7 @@ def settle(self:Trials):
             except Exception as e:
                 if not is_out_of_memory(e): raise   # what was measured before stays
             self.free()
-    if not self.whole: return
+    if not self.whole or self.own: return   # as it is, it may be a slow way
     least = self.whole.time/self.whole.n   # for a sample
     for o in self.timed:
         if max(o.times)/o.n>=least: o.time = max(o.time, o.n*least)
@@ -519,7 +519,7 @@ def plot(self:Fits):
     ways = [o for o in self.ways if o.time][::-1]
     names = [o.line or '(as it is)' for o in ways]
     colors = list(map(self.color, ways))
-    fig,(mem,time) = plt.subplots(2, 1, figsize=(5.5, 2+.5*len(ways)))
+    fig,(mem,time) = plt.subplots(2, 1, figsize=(4.6, 2+.5*len(ways)))
     mem.barh(names, [o.peak/1024**2 for o in ways], color=colors)
     if self.budget: mem.axvline(self.budget/1024**2, color='k', ls='--')
     time.barh(names, [1000*o.time for o in ways], color=colors)

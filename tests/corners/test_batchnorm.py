@@ -153,7 +153,10 @@ class Marks(Callback):
     order = ProgressCallback.order
     def before_fit(self): print('the bar begins')
 
+class MyMicro(MicroBatch): pass
+
 @pytest.mark.parametrize('cbs,sees,line', [
+    (lambda: MyMicro(2), 'MyMicro: batch norm sees 2 samples', 'learn.micro_batch(2, exact=True)'),
     (lambda: MicroBatch(2), 'MicroBatch: batch norm sees 2 samples', 'learn.micro_batch(2, exact=True)'),
     (lambda: MicroBatch(2, coupled=True), 'sees 2 samples', 'learn.micro_batch(2, exact=True)'),
     (lambda: AccumulateStep(3), 'AccumulateStep: batch norm sees 4 samples',

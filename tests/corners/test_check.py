@@ -94,6 +94,11 @@ class Jacobian(nn.Module):
 @pytest.mark.parametrize('cbs', [None, MicroBatch(4), MicroBatch(4, coupled=True), MicroBatch(4, exact=True)])
 def test_model_that_differentiates_itself(cbs): clean(learner(Jacobian(), cbs=cbs).check_accumulation())
 
+def test_norm_without_bias():
+    bn = nn.BatchNorm1d(5)
+    bn.register_parameter('bias', None)
+    assert kinds(learner(net(bn)).check_accumulation())==['batch norm']
+
 def test_coupled(): clean(learner(loss_func=contrastive, cbs=MicroBatch(4, coupled=True)).check_accumulation())
 
 def test_patch():

@@ -714,15 +714,28 @@ def test_what_is_switched_in_the_middle_of_an_epoch(k, first):
         return flat(lambda h, a, d: d(a(h).tanh()), nn.BatchNorm1d(8) if first=='norm' else nn.Tanh(), nn.Dropout(0.))
     same(make, X2, Y2, 5, cbs=Switch(), epochs=1)
 
+class Average(nn.Module):
+    "A running average, which moves only when it is told to"
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('v', torch.ones(()).double())
+    def forward(self, h, moves):
+        if moves: self.v.mul_(.5).add_(1)
+        return h*self.v
+
+later = dict(
+    draws   = lambda h, on, d, avg, kept: d(d(h)*2) if on else h,
+    counts  = lambda h, on, d, avg, kept: h*(1+len(kept+[kept.append(1)]*on)),
+    average = lambda h, on, d, avg, kept: avg(h, on))
+
 @pytest.mark.parametrize('first', ['norm','none'])
-def test_draws_that_begin_in_a_later_batch(first):
-    "The first batch draws nothing of PyTorch, and no flag of the model shows that the second one does"
+@pytest.mark.parametrize('what', later)
+def test_what_begins_in_a_later_batch(what, first):
+    "In the first batch the model draws nothing of PyTorch and changes nothing, and no flag shows that the second one does"
     def make():
-        def f(h, a, d):
-            h = a(h).tanh()
-            return d(d(h)*2) if coins.pop() else h
-        coins = [False]*4+[True,False]
-        return flat(f, nn.BatchNorm1d(8) if first=='norm' else nn.Tanh(), nn.Dropout(.3))
+        def f(h, a, d, avg): return later[what](a(h).tanh(), coins.pop(), d, avg, kept)
+        coins,kept = [False]*4+[True,False],[]
+        return flat(f, nn.BatchNorm1d(8) if first=='norm' else nn.Tanh(), nn.Dropout(.3), Average())
     same(make, X2, Y2, 5, epochs=1)
 
 @pytest.mark.skipif(not hasattr(signal, 'setitimer'), reason='uses a timer of the system, which Windows does not have')
