@@ -173,6 +173,7 @@ def _norms_differ(learn):
     knows = any(hasattr(type(o), 'knows_batch_norm') for o in learn.cbs)
     return not knows and any(isinstance(m, _BatchNorm) for m in learn.model.modules())
 
+# %% ../nbs/refusals.ipynb #a5902a04
 def _slice_size(cut, bs):
     "The samples in a slice; `None` if no batch is cut"
     n = cut.fits.get(True) if cut.bs=='auto' else cut.bs

@@ -44,12 +44,9 @@ class Exact(Coupled):
         state = ModelState(self.model, [*held(self.model), *shared])
         cut = partial(self.micro.cut_inputs, learn)
         def run():
-            versions = [bs[k]._version for bs,k in state.places]
             try:
                 plan = self.plan(state, forward, xb, sum(sizes), cut)
-                preds = self.run_slices(plan, state, forward, parts, sizes)
-                refuse_late(plan, state, versions)
-                return preds
+                return self.run_slices(plan, state, forward, parts, sizes)
             except BaseException:
                 state.restore()
                 raise
@@ -124,6 +121,7 @@ def run_slices(self:Exact, plan, state, forward, parts, sizes):
     "The predictions for each slice, run according to the `plan`"
     torchs = filter(risinstance(torch.Generator), state.generators)
     deck = Deck(plan.draws, sum(sizes), torchs)
+    versions = [bs[k]._version for bs,k in state.places]
     start = ModelState(self.model, plan.objects, plan.buffers, state.generators)
     @contextmanager
     def deal(k, norm=no_norms):
@@ -133,6 +131,7 @@ def run_slices(self:Exact, plan, state, forward, parts, sizes):
     args = start,forward,parts,sizes,deal
     preds = Lockstep(*args, self.micro.group).run() if plan.norms else one_by_one(*args)
     deck.end()
+    refuse_late(plan, state, versions)
     return preds
 
 # %% ../../nbs/exact/whole.ipynb #92a2a093
