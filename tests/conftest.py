@@ -27,6 +27,7 @@ def fakegpu(monkeypatch):
     def clean():
         found = simulated.races(),[simulated.stats(d)['limit'] for d in devices]
         for d in devices:
+            simulated.synchronize(d)   # or late copies of this test are counted in the next one
             simulated.set_limit(None, d)
             simulated.reset_peak_memory_stats(d)
             simulated.set_stream(simulated.default_stream(d))
