@@ -731,7 +731,7 @@ later = dict(
 @pytest.mark.parametrize('first', ['norm','none'])
 @pytest.mark.parametrize('what', later)
 def test_what_begins_in_a_later_batch(what, first):
-    "In the first batch the model draws nothing of PyTorch and changes nothing, and no flag shows that the second one does"
+    "The first batch draws nothing of PyTorch and changes nothing, and no flag shows that the second one does"
     def make():
         def f(h, a, d, avg): return later[what](a(h).tanh(), coins.pop(), d, avg, kept)
         coins,kept = [False]*4+[True,False],[]
