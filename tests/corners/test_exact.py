@@ -725,7 +725,7 @@ class Average(nn.Module):
 
 later = dict(
     draws   = lambda h, on, d, avg, kept: d(d(h)*2) if on else h,
-    counts  = lambda h, on, d, avg, kept: h*(1+len(kept+[kept.append(1)]*on)),
+    counts  = lambda h, on, d, avg, kept: (on and kept.append(1)) or h*(1+len(kept)),
     average = lambda h, on, d, avg, kept: avg(h, on))
 
 @pytest.mark.parametrize('first', ['norm','none'])
