@@ -12,8 +12,7 @@ import inspect,linecache,re
 from fastai.learner import Learner
 from fastai_accum import core,patch,microbatch
 from fastai_accum.extras import batchnorm,clip,skip,precision
-from fastai_accum.exact import whole   # what `exact=True` needs
-from fastai_accum.know import check,noise,prove,schedules,what_fits
+from fastai_accum.know import check,noise,schedules,what_fits
 from fastai_accum.loss import loss_weight
 from fastai_accum.core import *
 from fastai_accum.patch import *

@@ -13,11 +13,16 @@ from fastai.basics import *
 from .core import WindowCallback,clear_gradients
 from .processes import Alone,processes
 from .refusals import *
+from .exact.whole import Exact
+from .memory.checkpointing import find_blocks
+from .guard import guard
+from .proof import Way
+from .modes import Coupled,Plain
 from .replace import lent
 from .devices import Autocast,accelerators,free_memory,is_out_of_memory
 from .slices import is_array,join,leaves,n_rows,slices,tree_map,versions
 from .state import ModelState,State,arrays,everybodys,held
-from .turns import Hidden,one_by_one,refuse_backward
+from .turns import Hidden
 from .windows import batch_size,n_inputs,n_of
 
 # %% ../nbs/microbatch.ipynb #c720d328
@@ -129,47 +134,6 @@ def check_slices(dls, b, parts, bs):
                      f"{len(b)} elements of the batch, and together its {n} samples in their order; "
                      f"got {sizes or type(parts).__name__}")
 
-# %% ../nbs/microbatch.ipynb #f9a6efdf
-class Plain:
-    "Callbacks and the loss see one slice after another"
-    looked = False   # whether validation can join the predictions
-    def __init__(self, micro): self.micro = micro
-
-    def parts(self, learn, b):
-        "The micro-batches of batch `b`, each with its samples, and whether it is the last"
-        parts,sizes = self.micro.cut(learn, b)
-        hidden = Hidden(learn.model)
-        for k,(part,n) in enumerate(zip(parts, sizes)):
-            with hidden.rows(k, sizes): yield part,n,k==len(parts)-1
-
-    def after_pred(self, learn):
-        "Refuse predictions that validation cannot join"
-        micro = self.micro
-        is_cut = micro.n and micro.size<micro.n
-        if self.looked or not is_cut or not micro.valid or micro.split: return
-        self.looked = True
-        def bare(o): return o.detach().to('meta') if isinstance(o, Tensor) else o   # takes no memory
-        n = n_rows(learn.xb)
-        join([tree_map(bare, learn.pred)]*2, [n]*2)
-
-# %% ../nbs/microbatch.ipynb #f9a6efe0
-class Coupled:
-    "Callbacks and the loss see the whole batch; the model runs on each slice"
-    is_cut = False   # whether the current batch has come to the model as it is
-    def __init__(self, micro): self.micro = micro
-
-    def parts(self, learn, b):
-        with self.micro.sliced(learn): yield b,n_of(learn.dls, b),True
-
-    def run(self, learn, forward, xb, parts, sizes):
-        "The predictions for each slice"
-        return one_by_one(ModelState(learn.model), forward, parts, sizes)
-
-    def after_pred(self, learn):
-        "Warn of a batch that should have been cut, and was not"
-        if not self.is_cut: self.micro.warn(learn)
-        self.is_cut = False
-
 # %% ../nbs/microbatch.ipynb #6ff7e75e
 @patch
 def parts(self:MicroBatch, learn, b):
@@ -207,9 +171,7 @@ def around_batches(self:MicroBatch, learn):
 
 @patch
 def mode_for(self:MicroBatch, training):
-    if self.exact:
-        from fastai_accum.exact.whole import Exact   # here, since it imports this module
-        return Exact(self)
+    if self.exact: return Exact(self)
     return Coupled(self) if self.coupled or not training else Plain(self)
 
 @patch
@@ -222,9 +184,22 @@ def sliced(self:MicroBatch, learn):
     with lent(learn.model, forward=forward): yield
 
 @patch
+def way(self:MicroBatch, learn):
+    "What is proved before the first step; plain slices promise nothing of batch norm, callbacks and the loss"
+    if not self.shows_whole: return
+    kind = 'exact' if self.exact else 'coupled'
+    few = MicroBatch(1 if self.bs==1 else 2, coupled=self.coupled, exact=self.exact, split=self.split)
+    def run(forward, yb, *xb):
+        few.learn = SimpleNamespace(model=learn.model, dls=learn.dls, cbs=learn.cbs, training=True, xb=xb, yb=yb)
+        few.mode = few.mode or few.mode_for(True)
+        return few.in_slices(few.learn, forward, xb)
+    instead = ['GradientCheckpointing()']*bool(find_blocks(get_model(learn.model))) + ['OffloadActivations()']
+    return Way(f'MicroBatch: {kind}=True', (self.coupled,self.exact,self.bs==1,self.split), run, f'{kind} out', instead,
+               self.split, blind=self.coupled and not self.exact, scale=.5)
+
+@patch
 def prove(self:MicroBatch, learn, xb):
-    "Try on copies of the model, before the first step, whether the training is the same"
-    from fastai_accum.know.prove import guard
+    "Try before the first step whether the training is the same"
     guard(self, learn, xb)
 
 # %% ../nbs/microbatch.ipynb #c7a39c50
@@ -250,7 +225,6 @@ def in_slices(self:MicroBatch, learn, forward, xb):
     waits = learn.training and self.group.synced   # for the other processes, which may have more slices
     if len(parts)<2 and not waits: return forward(*xb)
     preds = self.mode.run(learn, forward, xb, parts, sizes)
-    refuse_backward('create_graph=True', torch.is_grad_enabled, [x for _,x in leaves(preds)])
     return join(preds, sizes or [find_bs(o) for o in preds])
 
 @patch

@@ -6,7 +6,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/state.html.md"""
 
 # %% auto #0
 __all__ = ['shared', 'is_generator', 'container', 'items', 'held', 'arrays', 'contents', 'Noted', 'State', 'generators', 'seed',
-           'buffers', 'ModelState', 'everybodys']
+           'buffers', 'ModelState', 'everybodys', 'modes']
 
 # %% ../nbs/state.ipynb #db10d708
 from collections import deque
@@ -66,6 +66,7 @@ def held(*roots, depth=4):
         found.update(new)
         level = [v for o in new.values() for _,v in items(o) if _can_change(type(v))]
     res = [o for o in found.values() if not isinstance(o, _functions)]
+    res += [c for o in found.values() if isinstance(o, FunctionType) for c in o.__closure__ or ()]
     for m in found.values():
         if isinstance(m, nn.Module): res += [m._forward_hooks,m._forward_pre_hooks]
     return res
@@ -74,7 +75,8 @@ def arrays(objects): return [v for o in objects for _,v in items(o) if is_array(
 
 # %% ../nbs/state.ipynb #3f0a6c12
 def contents(o):
-    "A copy of what the object `o` holds now; of a generator, its state"
+    "A copy of what the object `o` holds now; of a generator, its state; of a variable of a closure, its value"
+    if isinstance(o, CellType): return o.cell_contents if o!=CellType() else o
     if not is_generator(o): return copy(container(o))
     if isinstance(o, np.random.Generator): return o.bit_generator.state
     return o.getstate() if isinstance(o, random.Random) else o.get_state()
@@ -84,6 +86,9 @@ def _put(o, was):
     if isinstance(o, np.random.Generator): o.bit_generator.state = was
     elif isinstance(o, random.Random): o.setstate(was)
     elif is_generator(o): o.set_state(was)
+    elif isinstance(o, CellType):
+        if was is o: del o.cell_contents   # it had no value yet
+        else: o.cell_contents = was
     else:
         now = container(o)
         now.clear()
@@ -92,6 +97,7 @@ def _put(o, was):
 
 def _is(o, was):
     "Whether `o` holds `was`; a generator always counts as changed"
+    if isinstance(o, CellType): return contents(o) is was
     now = container(o)
     if isinstance(was, dict):   # nearly always
         return list(now)==list(was) and all(map(is_, now.values(), was.values()))
@@ -215,3 +221,10 @@ def again(self:ModelState):
     self.rewind()
     try: yield self.lend()
     finally: now.restore()
+
+# %% ../nbs/state.ipynb #d64c1818
+def modes(model):
+    "What can be switched in a model: its modules, and their flags, texts, and numbers that are 0"
+    def now(v): return v!=0 if type(v) is float else v   # a temperature may move
+    def switches(m): return [(k,now(v)) for k,v in vars(m).items() if type(v) in (bool,str,float)]
+    return tuple((type(m), id(m), *switches(m)) for m in model.modules())

@@ -15,19 +15,22 @@ from html import escape
 from fastai.basics import *
 from ..core import AccumulateStep,WindowCallback
 from ..devices import has_float64,is_out_of_memory
-from ..exact.lockstep import AtNorms
+from ..norms import AtNorms,by_itself
 from ..exact.whole import refuse
 from ..extras.batchnorm import BatchNormEval,to_group_norm
-from .compare import Seen,by_itself,first_unlike,off,plain_loss
-from .trial import Given,Middles,Told,apart,double,eager,train
+from .trial import Given,Seen,apart,eager,train
 from .unchanged import learner_state
 from ..memory.checkpointing import GradientCheckpointing
 from ..memory.offload import OffloadActivations
 from ..microbatch import MicroBatch
 from ..patch import accumulation_settings
 from ..refusals import NotProved,check_count
+from ..coins import Coins,middle
+from ..precise import double
+from ..record import Record,first_unlike,off,plain_loss
 from ..slices import leaves,slices,tree_map
 from ..state import everybodys,seed
+from ..status import Status
 from ..windows import batch_size,n_inputs,n_of
 
 # %% ../../nbs/inside/check.ipynb #fb7b5acc
@@ -80,7 +83,7 @@ class SwitchOff(Callback):
         self.learn._backward = partial(self.run, self.learn._backward)
     def run(self, f, *args, **kwargs):
         norms = nullcontext() if 'batch norm' in self.on else AtNorms(by_itself)
-        draws = nullcontext() if 'dropout' in self.on else Middles()
+        draws = nullcontext() if 'dropout' in self.on else Coins(middle)
         with norms,draws: return f(*args, **kwargs)
     def before_batch(self):
         self.seed += 'dropout' in self.on
@@ -189,13 +192,13 @@ def run(self:Bench, way, on, seed=0, line=None):
     self.tick()
     batches,cbs = way()
     learn = self.learn
-    seen = Seen()
+    seen = Record(self.model)
     self.ready(batches, on)
     if 'loss' not in on:
         learn.loss_func = plain_loss
         for o in cbs: o.weight = o.average = None
     if line: line(learn)
-    train(learn, [seen, SwitchOff(on, seed), *cbs], seed=seed)
+    with seen.listening(): train(learn, [Seen(seen), SwitchOff(on, seed), *cbs], seed=seed)
     if not seen.grads:
         raise RuntimeError("check_accumulation: the learner made no step on the first batch; a callback cancelled "
                            "it, or the loss ignores all labels; then pass a larger bs, or load a batch with "
@@ -411,21 +414,21 @@ def check_accumulation(self:Learner,
     _check_can(self, bs)
     opt = self.opt
     was = None
-    told = Told('The gradients are compared', self, 12)
+    status = Status('The gradients are compared', self, 12)
     try:
         self.opt = None   # its state is not touched
         was = learner_state(self, copies=False)
         dl = self.dls.train
         batch = dl.one_batch() if hasattr(dl, 'one_batch') else first(dl)
         was.put_back()
-        with apart(self.model): return Bench(self, was, batch, bs, told).check()
+        with apart(self.model): return Bench(self, was, batch, bs, status).check()
     except Exception as e:
         if 'more than 1 value per channel' in str(e):
             raise ValueError("check_accumulation: batch norm needs two samples in a micro-batch; pass bs=4 or "
                              "more, and load batches of 4 or more") from e
         if not is_out_of_memory(e) or bs<8: raise
     finally:
-        told.end()
+        status.end()
         try: was and was.restore()
         finally: self.opt = opt
     return self.check_accumulation(bs//2)   # not sooner, because the error holds the activations

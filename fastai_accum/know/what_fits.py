@@ -20,7 +20,7 @@ from fastprogress.fastprogress import progress_bar
 from ..devices import Autocast,api,counts_memory,free_memory,is_out_of_memory,synchronize
 from ..core import AccumulateStep,in_charge
 from ..exact.draws import Draws
-from ..exact.lockstep import AtNorms
+from ..norms import AtNorms
 from ..loss import loss_reduction,loss_weight
 from ..memory.checkpointing import GradientCheckpointing
 from ..memory.offload import OffloadActivations
@@ -28,8 +28,9 @@ from ..microbatch import MicroBatch
 from ..refusals import NotProved,as_line,check_count
 from ..slices import Refused,join,leaves,slices,tree_map
 from ..windows import n_of
-from .prove import forget_failed
-from .trial import Given,has_bar
+from ..guard import forget_failed
+from .trial import Given
+from ..status import has_bar
 from .unchanged import Trial,unchanged
 
 # %% ../../nbs/inside/what_fits.ipynb #6a28d069
