@@ -47,6 +47,7 @@ class MicroBatch(WindowCallback):
         valid:bool=True, # Cut batches in validation and prediction too
         split:Callable|None=None, # `(batch, bs) -> slices`, if the samples are not along the first dimension
         weight:Callable|None=None, # `(pred, *yb) -> float`, what your loss divides by, if it averages over something other than samples
+        prove:bool=True, # With coupled and exact, prove before the first step that the training is the same
         **kwargs
     ):
         refuse_unnamed('MicroBatch', bs, *unnamed)
@@ -62,7 +63,7 @@ def check(self:MicroBatch):
     "Refuse a wrong argument, also one that was set later"
     if self.bs!='auto':
         self.bs = check_count('MicroBatch', 'bs', self.bs, "an int of at least 1, or 'auto'")
-    flags = dict(coupled=self.coupled, exact=self.exact, valid=self.valid)
+    flags = dict(coupled=self.coupled, exact=self.exact, valid=self.valid, prove=bool(self.prove))
     check_flags('MicroBatch', (True,False), **flags)
     check_function('MicroBatch', 'split', self.split, '(batch, bs) -> slices')
     check_function('MicroBatch', 'weight', self.weight, '(pred, *yb) -> float')
@@ -184,23 +185,26 @@ def sliced(self:MicroBatch, learn):
     with lent(learn.model, forward=forward): yield
 
 @patch
-def way(self:MicroBatch, learn):
-    "What is proved before the first step; plain slices promise nothing of batch norm, callbacks and the loss"
+def way(self:MicroBatch, learn, size=2):
+    "What is proved before the first step, in slices of `size`; plain slices promise nothing that could be proved"
     if not self.shows_whole: return
     kind = 'exact' if self.exact else 'coupled'
-    few = MicroBatch(1 if self.bs==1 else 2, coupled=self.coupled, exact=self.exact, split=self.split)
+    size = 1 if self.bs==1 else size
+    few = MicroBatch(size, coupled=self.coupled, exact=self.exact, split=self.split)
     def run(forward, yb, *xb):
         few.learn = SimpleNamespace(model=learn.model, dls=learn.dls, cbs=learn.cbs, training=True, xb=xb, yb=yb)
         few.mode = few.mode or few.mode_for(True)
         return few.in_slices(few.learn, forward, xb)
+    exact = dict(parts=lambda xb: self.cut_inputs(learn, xb)[0], unproved=_unproved(self)) if self.exact else {}
     instead = ['GradientCheckpointing()']*bool(find_blocks(get_model(learn.model))) + ['OffloadActivations()']
     return Way(f'MicroBatch: {kind}=True', (self.coupled,self.exact,self.bs==1,self.split), run, f'{kind} out', instead,
-               self.split, blind=self.coupled and not self.exact, scale=.5)
+               self.split, blind=not self.exact, scale=.5, size=self.most(learn, n_of(learn.dls, (*learn.xb,*learn.yb))),
+               **exact)
 
-@patch
-def prove(self:MicroBatch, learn, xb):
-    "Try before the first step whether the training is the same"
-    guard(self, learn, xb)
+def _unproved(cb):
+    cb = copy(cb)
+    vars(cb).update(prove=False)
+    return as_line(cb)
 
 # %% ../nbs/microbatch.ipynb #c7a39c50
 @patch
@@ -210,10 +214,11 @@ def forward(self:MicroBatch, learn, forward, *xb, **kwargs):
     if not is_batch: return forward(*xb, **kwargs)
     self.mode.is_cut = True
     in_slices = partial(self.in_slices, learn, forward, xb)
-    if learn.training:
-        if self.prove: self.prove(learn, xb)
-        return in_slices()
     b = *xb,*learn.yb
+    if learn.training:
+        n = n_of(learn.dls, b)
+        if self.prove and self.most(learn, n)<n: guard(self, learn, xb)
+        return in_slices()
     undo = ModelState(learn.model).restore if self.bs=='auto' else None
     return self.retry(learn, in_slices, [(b,versions(b))], undo)
 

@@ -31,6 +31,9 @@ class Way(NamedTuple):
     split:Callable=None # `(batch, bs) -> slices`, if samples are not along the first dimension
     blind:bool=False    # Whether batch norm and random draws may see slices
     scale:float=1.      # What the loss is multiplied with before the gradients are added up
+    size:int=None       # Samples in a slice of the batch that trains; `None` if it is not cut
+    parts:Callable=None # `xb -> slices`, if the model must do with them what it does with `xb`
+    unproved:str=''     # The line to write to train without a proof; `''` if that needs none
 
 # %% ../nbs/proof.ipynb #02c633a8
 class Trial:

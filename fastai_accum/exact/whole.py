@@ -28,6 +28,7 @@ from ..turns import one_by_one
 # %% ../../nbs/exact/whole.ipynb #1038829a
 class Exact(Coupled):
     "Batch norm and random numbers see the whole batch, too"
+    takes_few = True   # whether a plan can be made from two and three samples
     def __init__(self, micro):
         super().__init__(micro)
         model = micro.learn.model
@@ -54,7 +55,9 @@ class Exact(Coupled):
                 raise
         with lent(batchnorm, sync_batch_norm=synced):
             try: return run()
-            except Differs: self.plans.clear()   # such as layers that are left out at random
+            except Differs:   # such as layers that are left out at random
+                self.plans.clear()
+                self.takes_few = False
             return run()
 
 # %% ../../nbs/exact/whole.ipynb #28d41b96
@@ -69,16 +72,21 @@ def refuse(model):
 # %% ../../nbs/exact/whole.ipynb #cfefb39c
 @patch
 def plan(self:Exact, state, forward, xb, n, cut):
-    "What two runs on a few of the `n` samples `xb` have found"
-    if n==1: xb = join([xb]*2, [1,1])   # two samples, the same twice
-    k = 1 if n<3 else 2
-    few = cut(xb, k+1)[0][0]
-    key = modes(self.model),*[(tuple(o.shape),o.dtype) for _,o in leaves(few)]
-    if key not in self.plans:
-        fewer,more = [watch(state, forward, xs) for xs in (cut(xb, k)[0][0],few)]
-        more.draws = batch_dims(fewer.draws, more.draws, k, k+1)
-        self.plans[key] = more
-    return self.plans[key]
+    "What two runs on a few of the `n` samples `xb` have found, of one and two slices if the model wants so many"
+    def few(k): return cut(xb if n>=k else join([xb]*2, [n,n]), k)[0][0]
+    sizes = (1,2) if n<3 else (2,3)
+    if not self.takes_few: sizes = self.micro.size,2*self.micro.size
+    xs = few(sizes[1])
+    key = modes(self.model),*[(tuple(o.shape),o.dtype) for _,o in leaves(xs)]
+    if key in self.plans: return self.plans[key]
+    try: fewer,more = [watch(state, forward, o) for o in (few(sizes[0]),xs)]
+    except Exception:   # such as a view of four rows
+        if not self.takes_few: raise
+        self.takes_few = False
+        return self.plan(state, forward, xb, n, cut)
+    more.draws = batch_dims(fewer.draws, more.draws, *sizes)
+    self.plans[key] = more
+    return more
 
 # %% ../../nbs/exact/whole.ipynb #90db4df4
 def watch(state, forward, xb):

@@ -17,6 +17,7 @@ from ..core import AccumulateStep,WindowCallback
 from ..devices import has_float64,is_out_of_memory
 from ..norms import AtNorms,by_itself
 from ..exact.whole import refuse
+from ..guard import guard
 from ..extras.batchnorm import BatchNormEval,to_group_norm
 from .trial import Given,Seen,apart,eager,train
 from .unchanged import learner_state
@@ -301,7 +302,7 @@ def prove(self:Bench, cb):
     self.learn.remove_cbs(self.learn.cbs.filter(risinstance(WindowCallback))).add_cb(cb)
     self.learn._split(self.batch)
     warnings.simplefilter('error', NotProved)   # until the block of the check ends
-    cb.prove(self.learn, self.learn.xb)
+    guard(cb, self.learn, self.learn.xb)
 
 def is_our_bug(e):
     "Whether this package has raised `e`, and not to say that something is not possible"

@@ -32,6 +32,7 @@ class GradientCheckpointing(Callback):
     https://fastai-accum.github.io/fastai_accum/memory/checkpointing.html"""
     name = 'checkpointing'   # `learn.gradient_checkpointing` is the method
     order = -100
+    prove = True   # before the first step, that a block does the same twice
     def __init__(self,
         blocks:Callable|list|None=None # A list of modules, or `module -> bool`; `None` finds them
     ):
@@ -111,23 +112,18 @@ def _recomputing(m, blocks, generators):
 
 # %% ../../nbs/memory/checkpointing.ipynb #3efbad16
 @patch
-def way(self:GradientCheckpointing, learn):
+def way(self:GradientCheckpointing, learn, size=None):
     "What is proved before the first step"
     def run(forward, yb, *xb):
         with self.recomputing(learn): return forward(*xb)
     return Way('GradientCheckpointing', (self.blocks,), run, 'this module out of blocks', ['OffloadActivations()'])
 
 @patch
-def prove(self:GradientCheckpointing, learn, xb):
-    "Try the recomputation before the first step"
-    guard(self, learn, xb)
-
-@patch
 def proving(self:GradientCheckpointing, learn):
     "A context in which a model is tried before it runs"
     forward = learn.model.forward
     def proved(*xb, **kwargs):
-        if xb and not kwargs: self.prove(learn, xb)
+        if xb and not kwargs: guard(self, learn, xb)
         return forward(*xb, **kwargs)
     return lent(learn.model, forward=proved)
 

@@ -5,8 +5,10 @@ has the models that were silently wrong once."""
 import gc,pickle,re,signal,threading,time,warnings,weakref
 from harness import *
 from fastai_accum.all import *
-from fastai_accum.know import compare as know_compare,prove as know_prove
-from fastai_accum.know.prove import prove
+from fastai_accum import guard as the_guard,record as the_record
+from fastai_accum.guard import compare
+from fastai_accum.dry import planning
+from fastai_accum.proof import Trial
 
 images = torch.randn(20,3,16,16, generator=torch.Generator().manual_seed(0))
 
@@ -31,7 +33,7 @@ ways = dict(exact=lambda m: MicroBatch(3, exact=True), coupled=lambda m: MicroBa
 def trials(monkeypatch):
     "Counts the proofs that are made"
     made = []
-    monkeypatch.setattr(know_prove, 'prove', lambda *args, **kwargs: made.append(args) or prove(*args, **kwargs))
+    monkeypatch.setattr(the_guard, 'compare', lambda *args: made.append(args) or compare(*args))
     return made
 
 @pytest.mark.parametrize('k', ways)
@@ -104,10 +106,12 @@ def state(learn):
 def test_nothing_is_disturbed(k, monkeypatch):
     m = net()
     learn,seen = learner(m, ways[k](m)),[]
-    guard = know_prove.guard
+    from fastai_accum import microbatch
+    from fastai_accum.memory import checkpointing
+    guard = the_guard.guard
     def watched(cb, learn, xb):
         seen.append(state(learn)); guard(cb, learn, xb); seen.append(state(learn))
-    for c in MicroBatch,GradientCheckpointing: monkeypatch.setattr(c, 'prove', watched)
+    for o in microbatch,checkpointing: monkeypatch.setattr(o, 'guard', watched)
     with accumulation(2): learn.fit(1)
     assert len(seen)>=2 and seen[0]==seen[1]
 
@@ -121,11 +125,11 @@ def interrupts():
 @pytest.mark.parametrize('k', ways)
 def test_ctrl_c(k, monkeypatch, interrupts):
     m = net()
-    learn,run,times = learner(m, ways[k](m)),know_prove.run,[1]
+    learn,run,times = learner(m, ways[k](m)),Trial.run,[1]
     def interrupted(*args, **kwargs):
         if times: times.pop(); signal.raise_signal(signal.SIGINT)
         return run(*args, **kwargs)
-    monkeypatch.setattr(know_prove, 'run', interrupted)
+    monkeypatch.setattr(Trial, 'run', interrupted)
     class Before(Callback):
         order = -1000
         def before_batch(self): self.was = state(learn)
@@ -174,7 +178,7 @@ def test_a_line_says_how_far_it_is_and_the_epoch_does_not_count_it(capsys):
 
 def test_large_weights_are_compared_for_one_batch(monkeypatch):
     "A gradient that looks at the batch is seen in the first batch"
-    monkeypatch.setattr(know_compare, '_large', 100)   # all but those of the small layers
+    monkeypatch.setattr(the_record, '_large', 100)   # all but those of the small layers
     class Backward(torch.autograd.Function):
         @staticmethod
         def forward(ctx, w): return w.clone()
@@ -213,13 +217,36 @@ def test_proofs_are_not_kept_or_copied():
     assert ref() is None
 
 def test_what_cannot_be_tried_is_said_once():
-    m = net()
-    m.lock = threading.Lock()   # cannot be copied
-    learn = learner(m, MicroBatch(3, coupled=True))
-    with pytest.warns(UserWarning, match='was not tried on your model.*cannot pickle.*not known'): learn.fit(1)
+    class Breaks(nn.Module):
+        def forward(self, x):
+            if planning.get(): raise IndexError('not here')
+            return x
+    learn = learner(net(Breaks()), MicroBatch(3, coupled=True))
+    with pytest.warns(UserWarning, match='was not tried on your model.*not here.*not known'): learn.fit(1)
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         learn.fit(1)
+
+def test_exact_refuses_what_cannot_be_tried():
+    "And names the line that trains without a proof"
+    class Breaks(nn.Module):
+        def forward(self, x):
+            if planning.get(): raise IndexError('not here')
+            return x
+    learn = learner(net(Breaks()), MicroBatch(3, exact=True))
+    with pytest.raises(ValueError, match=r'not here.*learn.micro_batch\(3, exact=True, prove=False\)'): learn.fit(1)
+
+def test_a_batch_that_is_not_cut_needs_no_proof(trials):
+    learner(net(), MicroBatch(8, exact=True)).fit(1)
+    assert not trials
+
+def test_it_is_tried_in_its_own_precision_if_float64_fails(capsys):
+    class Single(nn.Module):
+        def forward(self, x):
+            if x.dtype==torch.float64: raise RuntimeError('expected float32')
+            return x
+    learner(net(Single()), MicroBatch(3, exact=True), n=20).fit(1) if images.dtype==torch.float32 else None
+    assert 'is proved on your model' in capsys.readouterr().out
 
 def test_dropped_out_samples_do_not_hide_a_mistake():
     "One mask in fifty hides a row: the trial makes that frequent"
