@@ -357,6 +357,7 @@ class Window:
     n_all = 0            # samples of all processes
     n_stepped = 0        # samples of this process that reached the step
     total = 1            # what the mean divides by
+    scale = None         # what the losses are divided by
     factor = 1           # what the gradients are multiplied by at the end
     def __init__(self, epoch):
         self.epoch,self.acc,self.learn = epoch,epoch.acc,epoch.learn
@@ -414,20 +415,29 @@ def until_step(self:Window, f, ex):
 @patch
 def backward(self:Window, f):
     "Add the gradient of the *sum* of this micro-batch's losses"
-    learn,acc,epoch = self.learn,self.acc,self.epoch
+    learn,epoch = self.learn,self.epoch
     n = self.micro.n
     weight = self.weigh()
     if weight:
         by = weight if epoch.is_mean else 1
         loss = learn.loss.detach()
-        if acc.scale is None:   # about the weight of a full window
-            acc.scale = weight*epoch.windows.expected/max(n, 1) if epoch.averages else 1
+        if self.scale is None: self.scale = self.scale_for(weight)
         self.loss = self.loss + by*loss.to(torch.promote_types(loss.dtype, torch.float32))
-        learn.loss_grad = learn.loss_grad*(by/acc.scale)
+        if by!=self.scale: learn.loss_grad = learn.loss_grad*(by/self.scale)
         f()
     self.micro.weight = weight
     self.n_samples += n
     self.weight += weight
+
+@patch
+def scale_for(self:Window, weight):
+    "What losses are divided by: one constant a fit, about the weight of a full window"
+    acc,epoch = self.acc,self.epoch
+    if not epoch.averages: return 1
+    is_alone = self.n_micro==1 and self.is_last
+    if is_alone and not epoch.group.synced: return weight   # nothing is scaled: it is plain fastai
+    if acc.scale is None: acc.scale = weight*epoch.windows.expected/max(self.micro.n, 1)
+    return acc.scale
 
 # %% ../nbs/core.ipynb #03e5419d
 @patch
@@ -474,7 +484,7 @@ def step(self:Window):
 def normalise(self:Window, ps, used):
     "Make the sum of the gradients of `ps` their mean, over all processes"
     grads = [p.grad for p in ps if p.grad is not None]
-    self.factor = (self.acc.scale or self.total)/self.total
+    self.factor = (self.scale or self.total)/self.total
     if grads and self.factor!=1: torch._foreach_mul_(grads, self.factor)
     self.epoch.group.add_up(ps, used)
 

@@ -136,7 +136,7 @@ def check_rows(way, model, xb, parts):
     for part in {n_rows(o):o for o in parts if way.split is None and n_rows(o)>1}.values():
         if not (found := first_difference(model, xb, part)): continue
         raise Refused(f"{way.who} is not possible: the model does something else with {n_rows(part)} samples than with "
-                      f"{n_rows(xb)}: {found}. Leave {way.leave}, or write {' or '.join(way.instead)} in its place")
+                      f"{n_rows(xb)}, in {found}. Leave {way.leave}, or write {' or '.join(way.instead)} in its place")
 
 # %% ../nbs/guard.ipynb #95236ca7
 def refuse(way, model, proof):

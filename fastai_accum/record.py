@@ -133,7 +133,7 @@ def stepped(self:Record, scale=1.):
 @patch
 def move(self:Record, p):
     "Change about ten thousand numbers of the parameter `p`"
-    x = p.data[:max(1, 10_000*len(p)//p.numel())] if p.ndim else p.data
+    x = p.data[:max(1, 10_000*len(p)//max(1, p.numel()))] if p.ndim else p.data
     x += torch.from_numpy(self.rng.normal(0, .01, x.shape)).to(x)
 
 # %% ../nbs/record.ipynb #1f0af5d5

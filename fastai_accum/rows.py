@@ -53,10 +53,10 @@ def operations(
 
 # %% ../nbs/rows.ipynb #eda0b5c3
 def first_difference(model, xb, part):
-    "Where `model` does something else with the slice `part` than with `xb`, in words; `None` if it does not, or nobody knows"
+    "The module that does something else with the slice `part` than with `xb`; `None` if there is none, or nobody knows"
     whole,own = operations(model, xb),operations(model, part)
     if not whole or not own or whole.names==own.names: return
-    pairs = zip_longest(whole.names, own.names, fillvalue='nothing')
-    i,(a,b) = next((i,o) for i,o in enumerate(pairs) if o[0]!=o[1])
-    at = operations(model, *((xb,i) if a!='nothing' else (part,i))).where
-    return f"{a.removeprefix('aten::')} and {b.removeprefix('aten::')} in {at or 'the model'}"
+    pairs = zip_longest(whole.names, own.names, fillvalue='')
+    i = next(i for i,(a,b) in enumerate(pairs) if a!=b)
+    longer = xb if len(whole.names)>i else part
+    return operations(model, longer, i).where or 'the model'

@@ -270,3 +270,39 @@ def test_nothing_stays_in_memory(way):
     del m,learn
     gc.collect()
     assert not sevens()
+
+# ---- what a model does with the number of samples that trains
+
+class Ghost(nn.BatchNorm2d):
+    "Batch norm over groups of `k` samples"
+    k = 4
+    def forward(self, x): return torch.cat([super(Ghost, self).forward(o) for o in x.split(self.k)])
+class FromFour(nn.Module):
+    "Centres a batch of four samples or more, which the trial on three does not see"
+    def forward(self, x): return x-x.mean(0) if len(x)>=6 else x
+class Chunks(nn.BatchNorm2d):
+    "Batch norm over four parts of the batch, whatever its size"
+    def forward(self, x): return torch.cat([super(Chunks, self).forward(o) for o in x.chunk(4)])
+class LateDropout(nn.Module):
+    def forward(self, x): return F.dropout(x, .3) if len(x)>=7 else x
+
+@pytest.mark.parametrize('odd', [lambda: Ghost(4), FromFour, lambda: Chunks(4), LateDropout],
+                         ids=['ghost','branch','chunks','dropout'])
+def test_another_number_of_samples(odd):
+    learn = learner(net(odd()), MicroBatch(4, exact=True))
+    with pytest.raises(ValueError, match='exact=True is not possible'): learn.fit(1)
+
+class Clips(nn.Module):
+    "Wants a multiple of four samples, as a video model of four clips does"
+    def forward(self, x): return x+x.view(-1,4,*x.shape[1:]).flip(1).reshape(x.shape)
+
+def test_a_multiple_of_four_samples(capsys):
+    "Is tried on as many as a few slices have, and is exact"
+    def trained(*cbs):
+        dls = make_dls(16, 8, x=images[:16].double(), y=classes(16))
+        learn = make_learner(dls, net(Clips()).double(), opt_func=SGD, cbs=cbs, lr=.1, splitter=params)
+        torch.manual_seed(0)
+        learn.fit(1)
+        return learn
+    assert_same(trained(MicroBatch(4, exact=True)), trained())
+    assert 'is proved on your model' in capsys.readouterr().out
