@@ -492,6 +492,9 @@ def normalise(self:Window, ps, used):
 def step_events(self:Window, plain, f, event_type, ex, final=noop):
     "Takes the place of `learn._with_events` in `_do_grad_opt`, which finds the backward pass done"
     def step():
+        if all(p.grad is None for p in parameters(self.learn)):
+            raise RuntimeError(f"{self.acc}: at the end of a window, no parameter has a gradient, maybe because hooks of "
+                               "the parameters step in the backward pass; let one optimizer step once per window")
         f()
         self.n_stepped = self.n_samples   # a cancelled step does not come here
     if event_type=='backward': return

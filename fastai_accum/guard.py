@@ -16,7 +16,7 @@ from .devices import has_float64
 from .proof import NotTried,Proof,Trial,Unsteady,Way,compare
 from .refusals import NotProved
 from .rows import first_difference,operations
-from .slices import NotPossible,Refused,join,leaves,n_rows,slices,tree_map
+from .slices import NotPossible,Refused,is_floating,join,leaves,n_rows,slices,tree_map
 from .state import modes
 from .status import Status
 
@@ -60,15 +60,13 @@ def few_samples(b, cut=slices, unit=1):
     except ValueError: return [b]*3
     return [*few, tree_map(_larger, last)]   # so that a branch on the size of a value shows
 
-def _larger(o):
-    x = torch.as_tensor(o)
-    return o*4 if x.is_floating_point() else o
+def _larger(o): return o*4 if is_floating(o) else o
 
 def smaller(b):
     "A corner of each image in `b`, and a few tokens of each text"
     def part(o):
         if o.ndim==4: return o[...,:32,:32]
-        if o.ndim!=2 or torch.as_tensor(o).is_floating_point(): return o
+        if o.ndim!=2 or is_floating(o): return o
         i = max(0, o.shape[1]-4)//2   # the middle, as the ends may be padded
         return o[:,i:i+4]
     return tree_map(part, b)

@@ -21,7 +21,7 @@ from .modes import Coupled,Plain
 from .replace import lent
 from .devices import Autocast,accelerators,free_memory,is_out_of_memory
 from .slices import is_array,join,leaves,n_rows,slices,tree_map,versions
-from .state import ModelState,State,arrays,everybodys,held
+from .state import ModelState,State,arrays,everybodys,held,refuse_lazy
 from .turns import Hidden
 from .windows import batch_size,n_inputs,n_of
 
@@ -90,6 +90,7 @@ def begin(self:MicroBatch):
     super(MicroBatch, self).begin()
     if is_validation(learn): return
     self.warned = False
+    if self.shows_whole: refuse_lazy('MicroBatch', learn.model)
     if hasattr(get_model(learn.model), 'reset') and not Hidden(learn.model).ms:
         raise ValueError("MicroBatch: the model has a reset(), so it carries a state from batch to "
                          "batch, and only that of AWD-LSTM can be cut; use a smaller batch size in "

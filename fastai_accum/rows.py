@@ -42,7 +42,7 @@ def operations(
     seen = Operations(model, at)
     def forward(*xb):
         shapes = FakeTensorMode(allow_non_fake_inputs=True)   # the weights are real
-        xb = tree_map(lambda o: shapes.from_tensor(torch.as_tensor(o)), xb)
+        xb = tree_map(lambda o: shapes.from_tensor(o) if isinstance(o, Tensor) else o, xb)
         with shapes,seen,torch.no_grad(): model.forward(*xb)
     def contexts(w):
         seen.thread = w

@@ -6,7 +6,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/state.html.md"""
 
 # %% auto #0
 __all__ = ['shared', 'is_generator', 'container', 'items', 'held', 'arrays', 'contents', 'Noted', 'State', 'generators', 'seed',
-           'buffers', 'ModelState', 'everybodys', 'modes']
+           'buffers', 'ModelState', 'everybodys', 'refuse_lazy', 'modes']
 
 # %% ../nbs/state.ipynb #db10d708
 from collections import deque
@@ -16,6 +16,7 @@ from operator import is_
 from types import CellType,FunctionType,MethodType,ModuleType
 from typing import NamedTuple
 from fastai.basics import *
+from torch.nn.parameter import is_lazy
 from .devices import accelerators,generator_of
 from .replace import Lent
 from .slices import is_array
@@ -197,6 +198,13 @@ class ModelState(State):
     def now(self): return ModelState(self.model, self.objects, self.places, self.generators)
 
 def everybodys(model): return generators(accelerators(model))
+
+def refuse_lazy(who, model):
+    "Refuse a model with layers that get their size with the first batch"
+    for k,p in model.named_parameters():
+        if is_lazy(p):
+            raise ValueError(f"{who}: the layer of {k!r} has no size before the first batch; run one batch through "
+                             "the model first, such as learn.model(learn.dls.one_batch()[0])")
 
 # %% ../nbs/state.ipynb #afa468b6
 @patch

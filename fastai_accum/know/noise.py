@@ -316,7 +316,7 @@ def after_backward(self:NoiseScale):
     if s is None or s.win is None: return
     weight = s.win.micro.weight
     if weight:
-        s.sq = s.sq + s.total(s.now.values())*(s.acc.scale**2/weight)
+        s.sq = s.sq + s.total(s.now.values())*(s.win.scale**2/weight)
         s.n += 1
     s.now.clear()
 

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from fastai.basics import *
 from ..core import AccumulateStep
 from ..devices import Autocast
-from ..state import State,arrays,generators,held
+from ..state import State,arrays,generators,held,refuse_lazy
 
 # %% ../../nbs/know/unchanged.ipynb #daea15c7
 def learner_state(learn, copies=True)->State:
     "What `learn` holds now, and the random numbers"
     model = learn.model
+    refuse_lazy('a trial', model)
     dls = learn.dls
     dicts = [d for m in model.modules() for d in vars(m).values() if isinstance(d, dict)]   # those of hooks too
     objects = held(learn, *learn.cbs, *dicts, depth=20)   # the state of an optimizer or of a loader lies deep

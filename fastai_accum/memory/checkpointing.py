@@ -20,7 +20,7 @@ from ..proof import Way
 from ..refusals import is_compiled,is_validation
 from ..replace import lent
 from ..slices import NotPossible
-from ..state import ModelState,everybodys
+from ..state import ModelState,everybodys,refuse_lazy
 
 # %% ../../nbs/memory/checkpointing.ipynb #15266904
 class GradientCheckpointing(Callback):
@@ -46,6 +46,7 @@ class GradientCheckpointing(Callback):
     def before_fit(self):
         "Find the blocks, so that a mistake raises an error before anything else begins"
         if is_validation(self.learn): return
+        refuse_lazy('GradientCheckpointing', self.learn.model)
         found = self.found(self.learn)
         if self.blocks is None and len(found)==1:
             warnings.warn(f"GradientCheckpointing: found one block only, {found[0]}, and to compute "

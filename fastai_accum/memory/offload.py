@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..devices import api,has_streams
 from ..replace import lent
 from ..slices import leaves
+from ..state import refuse_lazy
 
 # %% ../../nbs/memory/offload.ipynb #7cf7463f
 class OffloadActivations(Callback):
@@ -38,6 +39,7 @@ class OffloadActivations(Callback):
     def around_batches(self, learn):
         "The model with its activations on the host, if it trains"
         model = get_model(learn.model)
+        refuse_lazy('OffloadActivations', model)
         forward = partial(_forward, Host(model), model.forward)
         with lent(model, forward=forward) if learn.training else nullcontext(): yield
 

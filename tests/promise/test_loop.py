@@ -125,11 +125,11 @@ def test_the_loss_is_scaled_by_one_constant():
     w,scales,windows = tensor([1.,10.,3.]).double(),[],[]
     def look(cb):
         acc,model,grads = cb.accumulate_step,cb.model,[p.grad.clone() for p in cb.model.parameters()]
-        scales.append(acc.scale)
+        scales.append(acc.window.scale)
         if acc.window.n_micro>1: return
         loss = F.cross_entropy(cb.pred, *cb.yb, weight=w, reduction='sum')
         with torch.enable_grad(): again = F.cross_entropy(model(*cb.xb), *cb.yb, weight=w, reduction='sum')
-        close(grads, [g/acc.scale for g in torch.autograd.grad(again, list(model.parameters()))])
+        close(grads, [g/scales[-1] for g in torch.autograd.grad(again, list(model.parameters()))])
     def ends(cb): windows.append((cb.accumulate_step.window.total, cb.accumulate_step.window.factor))
     learn = make_learner(make_dls(76, 8), loss_func=nn.CrossEntropyLoss(weight=w),
                          cbs=[AccumulateStep(4), Callback(after_backward=look, before_step=ends)])

@@ -304,5 +304,6 @@ def test_a_multiple_of_four_samples(capsys):
         torch.manual_seed(0)
         learn.fit(1)
         return learn
-    assert_same(trained(MicroBatch(4, exact=True)), trained())
+    # a bias before a batch norm has no gradient but rounding
+    assert_same(trained(MicroBatch(4, exact=True)), trained(), but=('step.grads','opt'))
     assert 'is proved on your model' in capsys.readouterr().out
