@@ -117,8 +117,8 @@ def tell_proof(way, learn, prove):
     if isinstance(found, NotTried):
         if not way.unproved: warnings.warn(f"{_not_tried(way, found)}. So {_unknown}", NotProved)
     elif not (found.raised or found.differs or rank_distrib()):
-        print(f"{way.who} is proved on your model: {found.n} samples, {took:.1f} s, largest error of what a step "
-              f"leaves {found.error:.0e}. The proof leaves out your loss and callbacks, and mixed precision")
+        print(f"{way.who} is proved on your model: {found.n} samples, {took:.1f} s, largest error "
+              f"{found.error:.0e} in what a step leaves. The proof leaves out your loss and callbacks, and mixed precision")
     return found
 
 _unknown = 'it is not known whether the training is that of the whole batch'
