@@ -94,12 +94,10 @@ def begin(self:Trial, moved):
 @patch
 def forward(self:Trial, ways, *b):
     "The predictions for a batch; if draws may see slices, each slice draws the same"
-    forward = self.model.forward
-    if self.blind:
-        drawn = State(generators=self.generators)
-        def forward(*xb):
-            drawn.rewind()
-            return self.model.forward(*xb)
+    drawn = State(generators=self.generators)
+    def forward(*xb):
+        if self.blind: drawn.rewind()
+        return self.model.forward(*xb)   # a way may have replaced it
     for w in reversed(ways): forward = partial(w.run, forward, b[self.n_inp:])
     return forward(*b[:self.n_inp])
 

@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from fastai.callback.hook import hook_outputs
 from harness import *
 from fastai_accum.all import *
+from fastai_accum.dry import Dry
+from fastai_accum.guard import guard
 
 images = torch.randn(20,3,12,12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -261,24 +263,26 @@ def test_ordinary_models_are_proved(name, k, capsys):
     learn.training,learn.xb,learn.yb = True,xb,()
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        cb.prove(learn, xb)
+        guard(cb, learn, xb)
     assert 'is proved on your model' in capsys.readouterr().out
 
 @pytest.mark.parametrize('k', ['exact','coupled','checkpointing'])
 def test_one_copy_at_a_time(k, monkeypatch):
-    "Each copy is freed before the next one is made, and nothing stays, without waiting for Python's collector"
-    from fastai_accum.know import prove as know_prove
-    model,in_double,copies,alive = cnn(),know_prove.in_double,[],[]
-    def copied(*args):
-        alive.append(sum(o() is not None for o in copies))
-        copies.append(weakref.ref(res := in_double(*args)))
+    "The tensors of a run are freed before the next one begins, and nothing stays, without waiting for Python's collector"
+    model,copied,copies,alive = cnn(),Dry.copied,[],[]
+    weight = model[0].weight
+    def noted(self, o):
+        res = copied(self, o)
+        if o.data_ptr()==weight.data_ptr() and o.dtype==torch.float32:
+            alive.append(sum(c() is not None for c in copies))
+            copies.append(weakref.ref(res))
         return res
-    monkeypatch.setattr(know_prove, 'in_double', copied)
+    monkeypatch.setattr(Dry, 'copied', noted)
     xb = photos(),
     cb = GradientCheckpointing([model[0]]) if k=='checkpointing' else MicroBatch(4, **{k:True})
     learn = Learner(DataLoaders([xb], [xb]), model, loss_func=spread, cbs=cb)
     learn.training,learn.xb,learn.yb = True,xb,()
     gc.disable()
-    try: cb.prove(learn, xb)
+    try: guard(cb, learn, xb)
     finally: gc.enable()
-    assert alive==[0,0] and not any(o() for o in copies)
+    assert len(alive)>1 and not any(alive) and not any(o() is not None for o in copies)
