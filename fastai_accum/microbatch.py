@@ -10,7 +10,7 @@ __all__ = ['MicroBatch']
 # %% ../nbs/microbatch.ipynb #ae158ef2
 import gc
 from fastai.basics import *
-from .core import WindowCallback,clear_gradients
+from .loop import WindowCallback,clear_gradients
 from .processes import Alone,processes
 from .refusals import *
 from .exact.whole import Exact,refuse_long

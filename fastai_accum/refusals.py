@@ -6,13 +6,14 @@ Docs: https://fastai-accum.github.io/fastai_accum/refusals.html.md"""
 
 # %% auto #0
 __all__ = ['scheduled', 'NotProved', 'is_schedule', 'check_count', 'check_flags', 'check_function', 'refuse_unknown',
-           'refuse_unnamed', 'is_a', 'as_line', 'makes_windows', 'is_validation', 'is_compiled', 'check_learner',
-           'check_loss', 'check_plan', 'note_batch_norm']
+           'refuse_unnamed', 'is_a', 'arguments', 'as_line', 'makes_windows', 'is_validation', 'is_compiled',
+           'check_learner', 'warn_left_out', 'check_loss', 'check_plan', 'note_batch_norm']
 
 # %% ../nbs/refusals.ipynb #16ecd46e
 import inspect,warnings
 from difflib import get_close_matches
 from numbers import Integral
+from weakref import WeakSet
 from fastai.basics import *
 from torch.nn.modules.batchnorm import _BatchNorm
 from .loss import loss_reduction
@@ -23,22 +24,23 @@ class NotProved(UserWarning): "It is not known whether a way is the training of 
 
 scheduled = 'an int of at least 1 (for a fastai schedule f, pass `lambda pct: max(1, round(f(pct)))`)'
 
-def is_schedule(v): return callable(v) and not isinstance(v, Callback)   # a callback can be called, too
+def is_schedule(v): return callable(v) and not isinstance(v, (Callback,Learner))   # these can be called, too
 
 def check_count(who, name, v, what=None, least=1):
     "The count `v`, as an int"
     if isinstance(v, Integral) and not isinstance(v, bool) and v>=least: return int(v)
     what = what or f'an int of at least {least}'
-    got = type(v).__name__ if hasattr(v, name) else repr(v)
-    hint = '' if what==scheduled else _meant_count(name, v, least)
+    got = type(v).__name__ if isinstance(v, (Callback,Learner)) else repr(v)
+    hint = '' if what==scheduled else _meant_count(who, name, v, least)
     raise ValueError(f"{who}: {name} must be {what}, got {got}{hint}")
 
-def _meant_count(name, v, least):
+def _meant_count(who, name, v, least):
     is_whole = isinstance(v, float) and v>=least and v.is_integer()
     if is_whole or isinstance(v, str) and v.isdecimal(): return f"; write {int(v)}"
+    if isinstance(v, Learner): return f"; write learn.{_methods.get(who, 'accumulate')}(4) for a learner"
     if hasattr(v, name): return f"; write its `.{name}`"
-    if not isinstance(v, (list,tuple)) or name=='bs': return ''
-    return "; if it changes while you train, pass a function `pct -> int`"
+    if not isinstance(v, (list,tuple,dict)) or name=='bs': return ''
+    return "; if it changes while you train, pass a function `pct -> int`, such as `lambda pct: 1 if pct<.2 else 4`"
 
 def check_flags(who, allowed, **kwargs):
     for k,v in kwargs.items():
@@ -50,29 +52,36 @@ def check_function(who, name, v, what):
     if v is not None and not callable(v): raise ValueError(f"{who}: {name} must be a function {what}, got {v!r}")
 
 # %% ../nbs/refusals.ipynb #cdbc50cf
-_meant = {   # what other libraries call our arguments, without the `_`
-    'AccumulateStep n_step':    """nstep nsteps nmicro nacc accsteps accum accumsteps accumiter accumulationsteps
-        updatefreq gradaccum accumulategradbatches gradaccumsteps gradientaccumulationsteps everykschedule""",
-    'AccumulateStep n_samples': 'nsamples nacc accumbs batchsize effectivebatchsize effectivebs',
-    'MicroBatch bs':            'bs batchsize minibatchsize microbatchsize devicetrainmicrobatchsize chunksize',
+_meant = {   # what other libraries call our arguments, or what is near to it
+    'AccumulateStep n_step': 'n_step n_acc accum acc_steps accumulation_steps accumulate_grad_batches update_freq every_k_schedule',
+    'AccumulateStep n_samples': 'n_samples n_acc batch_size effective_bs',
+    'MicroBatch bs': 'bs batch_size micro_batch_size chunk_size',
     **{f'MicroBatch {k}':k for k in ('coupled','exact','valid','split')}}
 
 def refuse_unknown(cls, kwargs):
     "Raise an error that names the right argument and its callback"
     args = [o for o in inspect.signature(cls.__init__).parameters if o not in ('self','unnamed','kwargs')]
+    words = [(o,*place.split()) for place,names in _meant.items() for o in names.split()]
+    words += [(o,cls.__name__,o) for o in args if o not in ('n_step','n_samples')]
     for k,v in kwargs.items():
-        word = k.lower().replace('_', '')
-        found = [o.split() for o,names in _meant.items() if word in names.split()]
-        found = found or [(cls.__name__,o) for o in get_close_matches(k, args, 1)]   # a slip of the keys
-        lines = [f'`{who}({name}={v!r})`' for who,name in sorted(found, key=lambda o: o[0]!=cls.__name__)]
+        near = get_close_matches(k.lower(), {o for o,*_ in words}, 1)
+        found = [place for o,*place in words if o in near]
+        own = [o for o in found if o[0]==cls.__name__]
+        lines = dict.fromkeys(f'`{who}({name}={v!r})`' for who,name in own or found)
         hint = f"Did you mean {' or '.join(lines)}? " if lines else ''
         if cls.__name__=='MicroBatch' and k in ('average','reduction'):
             hint = "If a loss of your own sums over the batch, say so by an attribute: loss.reduction='sum'. "
         raise TypeError(f"{cls.__name__}: there is no argument {k!r}. {hint}The arguments are {', '.join(args)}")
 
 def refuse_unnamed(who, first, *vs):
-    "Ask for the names of flags"
+    "Ask for the names of what comes after the first argument"
     if not vs: return
+    if who=='AccumulateStep':
+        raise TypeError(f"AccumulateStep: give one of n_step, which counts micro-batches, and n_samples, which counts "
+                        f"samples, such as AccumulateStep(n_step={first!r}); got {first!r} and {vs[0]!r}")
+    if not isinstance(vs[0], bool):
+        raise TypeError(f"MicroBatch: give the samples in a slice only, as in MicroBatch({first!r}); got {first!r} and "
+                        f"{vs[0]!r}. To step once per {vs[0]!r} batches, use AccumulateStep(n_step={vs[0]!r})")
     raise TypeError(f"{who}: name the flag, as in {who}({first!r}, exact=True) or "
                     f"{who}({first!r}, coupled=True); got {vs[0]!r} without a name")
 
@@ -87,11 +96,17 @@ def is_a(cb, *names):
 _methods = dict(AccumulateStep='accumulate', MicroBatch='micro_batch', GradientCheckpointing='gradient_checkpointing',
                 OffloadActivations='offload_activations')
 
+def arguments(cb):
+    "The arguments of `cb` that are not the defaults, as one writes them"
+    pars = inspect.signature(type(cb).__init__).parameters.values()
+    args = {o.name:getattr(cb, o.name) for o in pars if hasattr(cb, o.name)}
+    args = {o.name:args[o.name] for o in pars if o.name in args and args[o.name]!=o.default}
+    return ', '.join(f"{k}={getattr(v, '__name__', None) or repr(v)}" for k,v in args.items())   # the name of a function
+
 def as_line(cb, learn='learn'):
     "The line that adds a callback like `cb` to `learn`"
-    args = repr(cb).partition('(')[2]
     method = first(v for k,v in _methods.items() if is_a(cb, k))   # of a subclass, too
-    return f"{learn}.{method}({args.removeprefix('bs=') or ')'}"
+    return f"{learn}.{method}({arguments(cb).removeprefix('bs=')})"
 
 def makes_windows(cb):
     "Whether `cb`, a callback or a class of callbacks, is an `AccumulateStep` or a `MicroBatch`"
@@ -120,6 +135,13 @@ def check_learner(cb, learn):
         refuse("lr_find waits for ever in several processes, in fastai itself; call it in one process")
 
 # %% ../nbs/refusals.ipynb #582979e8
+def warn_left_out(acc, loss):
+    "Warn once per fit of a loss that is left out, because its weight is 0"
+    acc.left_out = True
+    warnings.warn(f"{acc}: a micro-batch has the weight 0, but its loss is {float(loss):.3g}; its gradient is left out. "
+                  "If your loss divides by max(1, n), let weight= return both: (max(1, n), n). For any other loss, "
+                  "load the large batch and write MicroBatch(coupled=True)", stacklevel=2)
+
 def check_loss(acc, loss_func):
     "Refuse a loss that is not one number, and warn of a sum that is averaged"
     red = loss_reduction(loss_func)
@@ -153,17 +175,17 @@ def _check_size(acc, w):
     if there and size>there: warnings.warn(f"{msg}, so each epoch makes one step", stacklevel=2)
 
 # %% ../nbs/refusals.ipynb #a5902a03
-_noted = set()   # what this session has printed
+_noted = WeakSet()   # the learners that have had the note
 
 def note_batch_norm(acc, learn):
-    "Print once per session that batch norm sees a part of a window, and the line that changes this"
+    "Print once per learner that batch norm sees a part of a window, and the line that changes this"
     bs = batch_size(learn.dls.train)
     cut = first(o for o in learn.cbs if makes_windows(o) and o.cuts)
     part = _slice_size(cut, bs) if cut else None
     sees = bs if part is None or cut.exact else part
     is_whole = sees==bs and acc.n_step==1
-    if is_whole or 'batch norm' in _noted or rank_distrib() or not _norms_differ(learn): return
-    _noted.add('batch norm')
+    if is_whole or learn in _noted or rank_distrib() or not _norms_differ(learn): return
+    _noted.add(learn)
     what = f'{sees} samples' if sees else 'one micro-batch'
     print(f"{acc}: batch norm sees {what} at a time, so the training is not that of the\n"
           f"large batch. For the same training, {_same_norm(acc, cut, part or bs, bs)}{_where(learn)}")

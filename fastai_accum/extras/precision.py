@@ -11,7 +11,7 @@ __all__ = ['GradAccumDtype']
 from contextlib import ExitStack,contextmanager
 from fastai.basics import *
 from torch.nn.parallel import DistributedDataParallel
-from ..core import in_charge,parameters,window_callbacks
+from ..loop import in_charge,parameters,window_callbacks
 from ..refusals import is_validation
 
 # %% ../../nbs/extras/precision.ipynb #a826efc7
@@ -89,7 +89,7 @@ def before_backward(self:GradAccumDtype):
     "Choose the constant"
     acc = in_charge(self.learn)
     if acc.window and acc.scale is None:
-        acc.scale = acc.window.weigh() or None   # no constant yet if no target counts
+        acc.scale = acc.window.weigh()[0] or None   # no constant yet if no target counts
 
 # %% ../../nbs/extras/precision.ipynb #85cec877
 @patch

@@ -10,7 +10,7 @@ __all__ = ['SkipNonFinite']
 # %% ../../nbs/extras/skip.ipynb #2df4f3dc
 import warnings
 from fastai.basics import *
-from ..core import in_charge,parameters,window_callbacks
+from ..loop import in_charge,parameters,window_callbacks
 from ..refusals import is_validation
 
 # %% ../../nbs/extras/skip.ipynb #1129bd5d
@@ -35,7 +35,7 @@ class SkipNonFinite(Callback):
     def before_backward(self):
         "Leave out the micro-batch if its loss is not finite"
         win = in_charge(self.learn).window
-        if self.learn.loss.isfinite().all() or not (win and win.weigh()): return
+        if self.learn.loss.isfinite().all() or not (win and win.weigh()[0]): return
         self.n_micro += 1
         if self.n_micro==1:
             why = f"its loss is {self.learn.loss.item()}"

@@ -10,7 +10,7 @@ import pytest
 from harness import *
 import fastai_accum.all   # for `exact=True`
 from fastai_accum.extras.batchnorm import *
-from fastai_accum.core import in_charge
+from fastai_accum.loop import in_charge
 from fastai_accum.loss import loss_weight
 from fastai_accum.know.check import *
 from fastai_accum.microbatch import *
@@ -662,16 +662,14 @@ def test_line_to_write(kw):
 
 @pytest.mark.parametrize('act', [lambda l: l.noise_scale(n_step=2, num_it=4, show_plot=False), lambda l: l.fit(1)],
                          ids=['noise_scale','fit'])
-def test_one_note_on_batch_norm(act, capsys, monkeypatch):
-    "One note in all: a warning; the line that `AccumulateStep` prints once a session is not used up"
-    from fastai_accum import refusals
-    monkeypatch.setattr(refusals, '_noted', set())
+def test_one_note_on_batch_norm(act, capsys):
+    "One note in all: a warning; the line that `AccumulateStep` prints once a learner is not used up"
     model = nn.Sequential(nn.Linear(6,5), nn.BatchNorm1d(5), nn.Linear(5,3)).double()
     learn = make_learner(make_dls(96, 8), model, cbs=[AccumulateStep(2), NoiseScale()], splitter=trainable_params)
     with pytest.warns(UserWarning) as said: act(learn)
     notes = [o for o in said if 'batch norm' in str(o.message)]
     assert len(notes)==1 and 'biases the noise scale' in str(notes[0].message)
-    assert 'batch norm' not in capsys.readouterr().out and not refusals._noted
+    assert 'batch norm' not in capsys.readouterr().out
     learn.remove_cb(NoiseScale)
     learn.fit(1)
     assert capsys.readouterr().out.count('batch norm sees')==1

@@ -2,7 +2,7 @@
 import pytest
 from functools import partial
 from harness import *
-from fastai_accum.core import Counts
+from fastai_accum.loop import Counts
 from fastai_accum.microbatch import MicroBatch
 
 @pytest.mark.parametrize('order', [-math.inf, -1000, -10, 0, 50, 1000])
