@@ -120,9 +120,10 @@ def tell_proof(way, learn, prove):
         if not way.unproved: warnings.warn(f"{_not_tried(way, found)}. So {_unknown}", NotProved)
     elif not (found.raised or found.differs or rank_distrib()):
         print(f"{way.who} is proved on your model: {found.n} samples, {took:.1f} s, largest error "
-              f"{found.error:.0e} in what a step leaves. The proof leaves out your loss and callbacks, and mixed precision")
+              f"{found.error:.0e} in what a step leaves. What is proved: {_page}")
     return found
 
+_page = 'https://fastai-accum.github.io/fastai_accum/tutorials/proof.html'
 _unknown = 'it is not known whether the training is that of the whole batch'
 def _not_tried(way, found):
     return f"{way.who} was not tried on your model before the first step, because the trial has failed ({found})"
@@ -160,6 +161,7 @@ def _hint(way, model, proof):
         return "Set model.config.use_cache=False, since the training does not need this cache"
     if again := checkpoints_itself(model):
         return f"The model recomputes by itself: call {again} first"
+    if proof.again: return "The model recomputes by itself, with torch.utils.checkpoint: leave this out of its forward first"
     is_local = not proof.raised and proof.plain
     local = 'If the model needs this in its forward only, take a local variable. '*is_local
     return f"{local}Leave {way.leave}, or write {' or '.join(way.instead)} in its place"

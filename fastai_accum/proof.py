@@ -8,6 +8,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/proof.html.md"""
 __all__ = ['Way', 'Trial', 'NotTried', 'Unsteady', 'Proof', 'compare']
 
 # %% ../nbs/proof.ipynb #6593d2fe
+import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 from fastai.basics import *
@@ -111,6 +112,19 @@ def learn(self:Trial, record, scale, pred):
     record.drawn(self.generators)
     self.tick()
 
+# %% ../nbs/proof.ipynb #0949c8b1
+@patch
+def computes_again(self:Trial):
+    "Whether the model computes parts of itself again, by `torch.utils.checkpoint`"
+    called = set()
+    def note(frame, *_): called.add(frame.f_globals.get('__name__'))
+    def forward(*b):
+        sys.setprofile(note)
+        try: return self.model.forward(*b[:self.n_inp])
+        finally: sys.setprofile(None)
+    Dry(self.model, double=self.double).run(forward, self.batches[:1], self.contexts)
+    return 'torch.utils.checkpoint' in called
+
 # %% ../nbs/proof.ipynb #0949c8b4
 class NotTried(Exception): "The trial itself has failed, so nothing is known"
 class Unsteady(NotTried): "The model does not do the same twice, so another size says nothing"
@@ -125,6 +139,7 @@ class Proof:
     n:int=0               # How many samples the first batch has
     plain:bool=False      # Whether only numbers and texts in attributes of the model differ
     cached:bool=False     # Whether the model returns a cache, as language models of transformers
+    again:bool=False      # Whether the model computes parts of itself again, by `torch.utils.checkpoint`
 
 # %% ../nbs/proof.ipynb #b066945e
 def compare(trial, ways):
@@ -139,14 +154,15 @@ def compare(trial, ways):
     try: got = trial.run(ways)
     except Exception as e:   # whatever it is, the whole batch has not raised it; the refusal names it
         if is_out_of_memory(e): raise not_tried(e) from e
-        return Proof(raised=e, cached=ref.cached)
+        return Proof(raised=e, cached=ref.cached, again=trial.computes_again())
     tol = trial.eps**.5   # rounding is smaller
     errors = differences(got, ref)
     if max(errors.values())>tol: errors = _steady(errors, differences(whole(moved=trial.eps), ref))
     differs = [o for o in errors.items() if o[1]>tol]
     plain = all(type(o) is not tuple or o[0]==() for k,_ in differs for o in ref.kept[k])
     where = first_unlike(got, ref) if differs else None
-    return Proof(differs, max(errors.values()), where, plain=plain, cached=ref.cached)
+    again = bool(differs) and trial.computes_again()
+    return Proof(differs, max(errors.values()), where, plain=plain, cached=ref.cached, again=again)
 
 def _steady(errors, again):
     "The `errors` without those that the whole batch has `again` by itself"

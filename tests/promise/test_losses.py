@@ -162,3 +162,38 @@ def test_loss_function_is_untouched():
     learn.add_cb(Callback(after_pred=lambda cb: seen.append(cb.learn.loss_func is loss and loss.reduction=='mean')))
     learn.fit(1)
     assert seen and all(seen) and (loss.__dict__,loss.func.__dict__)==state
+
+# ---- losses that divide by max(c, positives): `weight=` returns two numbers
+
+def positives(): return (real(N,3)>1.6).double()   # about one in twenty, so most micro-batches of two have none
+def per_positive(c): return lambda pred,targ: bce_sum(pred, targ)/targ.sum().clamp(min=c)
+def bce_sum(pred, targ): return F.binary_cross_entropy_with_logits(pred, targ, reduction='sum')
+def both(c): return lambda pred,targ: (targ.sum().clamp(min=c), targ.sum())
+
+ways = dict(accumulate=(2, lambda w: AccumulateStep(16, weight=w)), by_samples=(2, lambda w: AccumulateStep(n_samples=32, weight=w)),
+            slices=(32, lambda w: MicroBatch(2, weight=w)))
+
+@pytest.mark.parametrize('c', [1e-3,1.,4.,50.])
+@pytest.mark.parametrize('k', ways)
+def test_a_floor_under_the_divisor(k, c):
+    bs,way = ways[k]
+    assert any(o.sum()==0 for o in positives().split(2))
+    same(lambda: way(both(c)), bs=bs, y=positives(), loss_func=per_positive(c))
+
+def test_a_window_without_positives():
+    "The large batch steps on the sum, so the window does, too"
+    none = torch.zeros(N,3).double()
+    same(lambda: AccumulateStep(16, weight=both(1.)), bs=2, y=none, loss_func=per_positive(1.))
+
+@pytest.mark.parametrize('k', ways)
+def test_one_warning_where_a_loss_is_left_out(k):
+    bs,way = ways[k]
+    learn = make_learner(make_dls(N, bs, positives()), loss_func=per_positive(1.), cbs=way(lambda pred,targ: targ.sum()))
+    for _ in range(2):
+        with pytest.warns(UserWarning, match='weight 0.*coupled=True') as said: learn.fit(2)
+        assert sum('weight 0' in str(o.message) for o in said)==1
+
+@pytest.mark.parametrize('y', [void(), torch.full((N,), -100)], ids=['some','all'])
+def test_no_warning_where_targets_are_ignored(y, recwarn):
+    make_learner(make_dls(N, 2, y), cbs=AccumulateStep(16)).fit(1)
+    assert not [o for o in recwarn if 'weight 0' in str(o.message)]
