@@ -3,7 +3,7 @@ BIN    ?= .venv/bin
 DEMO   := $(dir $(BIN)).demo
 READY  := $(dir $(BIN)).installed
 
-.PHONY: help demo test test-all test-fresh works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-cost bench-drift bench-checkpointing bench-memory bench-proof bench-noise what-fits bench-gpu proved size clean
+.PHONY: help demo test test-all test-fresh test-oldest works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-cost bench-drift bench-checkpointing bench-memory bench-proof bench-noise what-fits bench-gpu proved size clean
 
 help: ## One line for each command
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -31,6 +31,13 @@ test-all: $(READY) ## Every notebook and every test, with those of the corners
 
 test-fresh: $(READY) ## The wheel and its first example, in fresh environments of Python 3.11 to 3.13 (downloads 6 GB for each)
 	FRESH=1 $(BIN)/python -m pytest -v tests/corners/test_packaging.py -k fresh
+
+OLDEST := .venv-oldest/bin/python
+
+test-oldest: ## Every test with the oldest fastai and PyTorch that we support, in an environment of its own (downloads 5 GB); no notebooks, since nbdev needs a newer fastcore
+	test -x $(OLDEST) || $(PYTHON) -m venv .venv-oldest
+	$(OLDEST) -m pip install --quiet --disable-pip-version-check -c .github/oldest.txt -e . pytest pytest-xdist hypothesis accelerate build twine 'setuptools>=77'
+	OMP_NUM_THREADS=1 $(OLDEST) -m pytest -n 2 --dist loadfile tests
 
 works: $(READY) ## Measure what the pages "Works with" and "What we tested" show, with the optional packages
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'

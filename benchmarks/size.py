@@ -14,7 +14,7 @@ from fastai.basics import *
 from fastai_accum.core import AccumulateStep
 
 root  = Path(__file__).resolve().parent.parent/'fastai_accum'
-promise = 'core microbatch windows replace processes turns refusals slices state patch'.split()
+promise = 'core loop windows loss processes refusals replace patch microbatch cutting slices modes turns state'.split()
 
 def is_code(line): return line.strip() and not line.strip().startswith('#')
 

@@ -9,7 +9,7 @@ __all__ = ['drawn', 'Coins', 'fair', 'middle']
 
 # %% ../nbs/coins.ipynb #44382e80
 from fastai.basics import *
-from torch.utils._python_dispatch import TorchDispatchMode
+from .private import TorchDispatchMode,default_arguments
 from .threads import Abandoned
 
 # %% ../nbs/coins.ipynb #82be7773
@@ -53,7 +53,7 @@ _middle = dict(
 def middle(func, name, args, kwargs):
     "The middle of the range; operations that are not listed draw"
     name = re.sub('(_like)?_?$', '', name)
-    a = {p.name:p.default_value for p in func._schema.arguments}
+    a = default_arguments(func)
     a.update(zip(list(a), args), **kwargs)
     # the dropout of cuDNN and of attention is an argument; a GPU's native_dropout may drop a number at p=0
     a.update({k:0. for k in a if k in ('dropout','dropout_p')})

@@ -10,6 +10,7 @@ __all__ = ['accelerator', 'accelerators', 'api', 'has_float64', 'counts_memory',
 
 # %% ../nbs/devices.ipynb #de000005
 import re,torch
+from .private import mps_generator
 
 # %% ../nbs/devices.ipynb #de000009
 def accelerator():
@@ -53,7 +54,7 @@ def generator_of(device):
     "PyTorch's own generator on `device`"
     d = torch.device(device)
     if d.type=='cpu': return torch.default_generator
-    if d.type=='mps': return api(d)._get_default_mps_generator()
+    if d.type=='mps': return mps_generator(api(d))
     now = api(d).current_device()   # before it is asked, there may be no generators
     return api(d).default_generators[now if d.index is None else d.index]
 

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from types import FunctionType,MethodType
 from fastai.basics import *
 from .precise import in_64
+from .private import grad_hook_dicts,hook_dicts
 from .replace import take_back
 from .slices import keys,tree_map
 from .state import State,arrays,container,everybodys,held,items,shared
@@ -38,8 +39,6 @@ class Dry:
         self.moved = set()  # the `id` of the tensors that it has changed
 
 # %% ../nbs/dry.ipynb #e5932207
-_hooks = '_forward_hooks','_forward_pre_hooks','_backward_hooks','_backward_pre_hooks'
-
 def _owner(h):
     "The object to which the hook `h` belongs: a callback, if there is one"
     for _ in range(5):
@@ -56,10 +55,9 @@ def _owner(h):
 @patch
 def find(self:Dry):
     "All that the model and its hooks hold"
-    self.hooks = [vars(m)[k] for m in self.model.modules() for k in _hooks]
-    params = list(self.model.parameters())
-    self.hooks += [p._backward_hooks for p in params if p._backward_hooks]
-    self.late = [p._post_accumulate_grad_hooks for p in params if p._post_accumulate_grad_hooks]
+    own = [grad_hook_dicts(p) for p in self.model.parameters()]
+    self.hooks = [hs for m in self.model.modules() for hs in hook_dicts(m)] + [hs for hs,_ in own if hs]
+    self.late = [hs for _,hs in own if hs]
     hooks = [h for hs in self.hooks for h in hs.values()]
     owners = [getattr(h, '__self__', h) for h in hooks]   # a method has an object
     found = held(self.model, *owners, depth=20)

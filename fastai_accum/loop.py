@@ -16,6 +16,7 @@ from itertools import chain
 from fastai.basics import *
 from fastai.learner import replacing_yield
 from .loss import loss_reduction,loss_weight,sums_by_nature
+from .private import do_step,multiply,train_metrics,with_events
 from .processes import processes
 from .refusals import *
 from .replace import lent,take_back
@@ -174,7 +175,7 @@ class Epoch:
         self.averages = acc.averages(learn.loss_func)
         self.each = learn.cbs.sorted('order').filter(wants_each)
         rec = vars(learn).get('recorder')
-        self.metrics = rec._train_mets[1:] if getattr(rec, 'train_metrics', False) else []
+        self.metrics = train_metrics(rec)
 
     def plan(self, i): return self.acc.windows(self.learn, self.learn.dl, i, self.group.n)
 
@@ -284,8 +285,8 @@ def sum_up(self:Epoch, i, batches):
     learn = self.learn
     self.acc.window = win = Window(self)
     try:
-        events = partial(win.events, learn._with_events)
-        with lent(learn, _with_events=events), self.group.silent():
+        events = partial(win.events, getattr(learn, with_events))
+        with lent(learn, **{with_events:events}), self.group.silent():
             for b,n,is_last in batches:
                 whole = nullcontext([(b,n,True)])
                 with closing(self.slicer.parts(learn, b)) if self.slicer else whole as parts:
@@ -438,9 +439,9 @@ def step(self:Window):
     self.normalise(ps, used)
     loss = torch.as_tensor(loss/self.total, dtype=learn.loss.dtype, device=learn.loss.device)
     learn.loss = self.acc.last_loss = loss
-    events = partial(self.step_events, learn._with_events)
-    with lent(learn, _with_events=events):
-        try: learn._do_grad_opt()
+    events = partial(self.step_events, getattr(learn, with_events))
+    with lent(learn, **{with_events:events}):
+        try: do_step(learn)
         except CancelBatchException:
             clear_gradients(learn)
             learn('after_cancel_batch')
@@ -451,7 +452,7 @@ def normalise(self:Window, ps, used):
     "Make the sum of the gradients of `ps` their mean, over all processes"
     grads = [p.grad for p in ps if p.grad is not None]
     self.factor = (self.scale or self.total)/self.total
-    if grads and self.factor!=1: torch._foreach_mul_(grads, self.factor)
+    if grads and self.factor!=1: multiply(grads, self.factor)
     self.epoch.group.add_up(ps, used)
 
 @patch

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from functools import singledispatch,wraps
 from types import FunctionType,MethodType
 from fastai.basics import *
+from .private import uncompiled
 
 # %% ../nbs/loss.ipynb #3c75cbb1
 @singledispatch
@@ -25,7 +26,7 @@ def loss_weight(
 
     Example: `@loss_weight.register(MyLoss)` before `def _(loss_func, pred, y): return y.sum()`.
     https://fastai-accum.github.io/fastai_accum/loss.html"""
-    f = _uncompiled(loss_func)
+    f = uncompiled(loss_func)
     return count_samples(yb, pred) if f is loss_func else loss_weight(f, pred, *yb)
 
 # %% ../nbs/loss.ipynb #efad7d38
@@ -91,37 +92,24 @@ def base_loss(
 ): # The loss inside; for a function of `torch.nn.functional`, its module
     "The loss under all wrappers of `loss_func`"
     is_wrapper = isinstance(loss_func, (partial,BaseLoss))
-    f = _uncompiled(loss_func.func if is_wrapper else loss_func)
+    f = uncompiled(loss_func.func if is_wrapper else loss_func)
     kwargs = loss_func.keywords if isinstance(loss_func, partial) else {}
     if isinstance(f, FunctionType) and f in _modules: return _as_module(f, **kwargs)
     if isinstance(f, MethodType): f = getattr(f.__self__, 'old_lf', f)   # of `MixUp`
     return f if f is loss_func else base_loss(f)
 
 # %% ../nbs/loss.ipynb #b1af2083
-def _uncompiled(f):
-    "What `torch.compile` or `torch.jit.script` has made `f` from, or `f` if neither has made it"
-    if '_orig_mod' in getattr(f, '_modules', {}): return f._orig_mod
-    if hasattr(f, '_torchdynamo_orig_callable'):
-        return inspect.unwrap(f._torchdynamo_orig_callable)
-    if isinstance(f, torch.jit.ScriptFunction): return getattr(F, f.name, f)
-    if isinstance(f, torch.jit.ScriptModule): return _unscripted(f)
-    return f
-
-def _unscripted(f):
-    "The loss of `torch.nn` that `f` was, with what its weight depends on"
-    cls = getattr(nn, getattr(f, 'original_name', ''), None)
-    if cls not in _modules.values(): return f
-    res = cls.__new__(cls)
-    nn.Module.__init__(res)
-    for k in 'weight','ignore_index','reduction','label_smoothing','full':
-        vars(res)[k] = getattr(f, k, None)
-    return res
+@loss_weight.register(torch.jit.ScriptModule)
+@loss_weight.register(torch.jit.ScriptFunction)
+def _scripted(loss_func, pred, *yb):
+    raise ValueError("the loss is compiled by TorchScript, so nobody can see what it divides by; pass the loss "
+                     "as it was before, or weight=, a function (pred, *yb) -> float")
 
 # %% ../nbs/loss.ipynb #6803d72e
 @loss_weight.register(partial)
 @loss_weight.register(FunctionType)
 def _function_weight(loss_func, pred, *yb):
-    f = _uncompiled(getattr(loss_func, 'func', loss_func))
+    f = uncompiled(getattr(loss_func, 'func', loss_func))
     if f in _modules: f = _as_module(f, **getattr(loss_func, 'keywords', {}))
     return count_samples(yb, pred) if f is loss_func else loss_weight(f, pred, *yb)
 

@@ -9,15 +9,14 @@ __all__ = ['synced', 'AtNorms', 'by_itself']
 
 # %% ../nbs/norms.ipynb #d057af8e
 import inspect
-from types import FunctionType
 from fastai.basics import *
 from torch.nn import functional as F
-from torch.nn.modules._functions import SyncBatchNorm
 from torch.overrides import TorchFunctionMode,wrap_torch_function
+from .private import SyncBatchNormFunction,attention
 
 # %% ../nbs/norms.ipynb #b8a6de08
 # `SyncBatchNorm` calls a function of autograd, which modes do not see
-synced = wrap_torch_function(lambda x, *_: (x,))(lambda *args: SyncBatchNorm.apply(*args))
+synced = wrap_torch_function(lambda x, *_: (x,))(lambda *args: SyncBatchNormFunction.apply(*args))
 
 def _builtin(input, weight, bias, running_mean, running_var,
              training, momentum, eps, cudnn_enabled): pass
@@ -25,7 +24,7 @@ def _builtin(input, weight, bias, running_mean, running_var,
 _signatures = {   # the functions that are batch norms
     F.batch_norm:     inspect.signature(F.batch_norm),
     torch.batch_norm: inspect.signature(_builtin),
-    synced:           inspect.signature(partial(SyncBatchNorm.forward, None))}
+    synced:           inspect.signature(partial(SyncBatchNormFunction.forward, None))}
 
 # %% ../nbs/norms.ipynb #d0287762
 _plain = F.multi_head_attention_forward
@@ -51,7 +50,7 @@ class AtNorms(TorchFunctionMode):
         if self.mode and (func in self.inside or kwargs.get('generator')):
             with self.mode: return run()
         if func is F.multi_head_attention_forward:
-            with self: return _attention(*args, **kwargs)
+            with self: return attention(*args, **kwargs)
         if func not in _signatures: return run()
         bound = _signatures[func].bind(*args, **kwargs)
         bound.apply_defaults()

@@ -12,7 +12,7 @@ import io,warnings
 from contextlib import contextmanager,redirect_stdout
 from fastai.basics import *
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten,tree_map
+from .private import tree_flatten,tree_map_all
 from .replace import lent
 
 # %% ../nbs/precise.ipynb #7ac114ba
@@ -26,7 +26,7 @@ class InDouble(TorchFunctionMode):
         except RuntimeError:   # one of your tensors is not in float64, such as global class weights
             dtypes = [getattr(o, 'dtype', None) for o in tree_flatten((args,kwargs))[0]]
             if torch.float32 not in dtypes: raise
-            return func(*tree_map(double, args), **tree_map(double, kwargs))
+            return func(*tree_map_all(double, args), **tree_map_all(double, kwargs))
 
 def _raised(o): return in_64(o) if isinstance(o, torch.dtype) and o.is_floating_point else o
 

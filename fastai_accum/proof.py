@@ -18,7 +18,7 @@ from .dry import Dry
 from .norms import AtNorms,by_itself
 from .precise import InDouble,modes_stay,quiet
 from .record import Record,differences,first_unlike,generators_in,plain_loss
-from .refusals import is_compiled
+from .private import is_compiled
 from .state import State,everybodys,seed
 
 # %% ../nbs/proof.ipynb #b91c6cda

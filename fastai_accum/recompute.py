@@ -9,8 +9,8 @@ __all__ = ['Recompute']
 
 # %% ../nbs/recompute.ipynb #0e708cda
 from fastai.basics import *
-from torch.utils._pytree import tree_flatten,tree_unflatten
 from torch.utils.checkpoint import checkpoint
+from .private import tree_flatten,tree_unflatten,version
 
 # %% ../nbs/recompute.ipynb #f31e1ec0
 class Recompute:
@@ -39,7 +39,7 @@ class Recompute:
 def once(self:Recompute, args, kwargs):
     "The first run, which must not change what the second one gets"
     ts = [o for o in tree_flatten((args,kwargs))[0] if isinstance(o, Tensor) and not o.is_inference()]
-    versions = [o._version for o in ts]
+    versions = list(map(version, ts))
     res = self.forward(*args, **kwargs)
-    if versions==[o._version for o in ts]: return res
+    if versions==list(map(version, ts)): return res
     raise self.in_place()

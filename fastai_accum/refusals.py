@@ -6,8 +6,8 @@ Docs: https://fastai-accum.github.io/fastai_accum/refusals.html.md"""
 
 # %% auto #0
 __all__ = ['scheduled', 'NotProved', 'is_schedule', 'check_count', 'check_flags', 'check_function', 'refuse_unknown',
-           'refuse_unnamed', 'is_a', 'arguments', 'as_line', 'makes_windows', 'is_validation', 'is_compiled',
-           'check_learner', 'warn_left_out', 'check_loss', 'check_plan', 'note_batch_norm']
+           'refuse_unnamed', 'is_a', 'arguments', 'as_line', 'makes_windows', 'is_validation', 'check_learner',
+           'warn_left_out', 'check_loss', 'check_plan', 'note_batch_norm']
 
 # %% ../nbs/refusals.ipynb #16ecd46e
 import inspect,warnings
@@ -15,8 +15,8 @@ from difflib import get_close_matches
 from numbers import Integral
 from weakref import WeakSet
 from fastai.basics import *
-from torch.nn.modules.batchnorm import _BatchNorm
 from .loss import loss_reduction
+from .private import AnyBatchNorm
 from .windows import batch_size
 
 # %% ../nbs/refusals.ipynb #6ddc79a3
@@ -53,7 +53,8 @@ def check_function(who, name, v, what):
 
 # %% ../nbs/refusals.ipynb #cdbc50cf
 _meant = {   # what other libraries call our arguments, or what is near to it
-    'AccumulateStep n_step': 'n_step n_acc accum acc_steps accumulation_steps accumulate_grad_batches update_freq every_k_schedule',
+    'AccumulateStep n_step': '''n_step n_acc n_micro accum acc_steps accumulation_steps accumulate_grad_batches update_freq
+        every_k_schedule''',
     'AccumulateStep n_samples': 'n_samples n_acc batch_size effective_bs',
     'MicroBatch bs': 'bs batch_size micro_batch_size chunk_size',
     **{f'MicroBatch {k}':k for k in ('coupled','exact','valid','split')}}
@@ -113,8 +114,6 @@ def makes_windows(cb):
     return hasattr(cb if isinstance(cb, type) else type(cb), 'train_epoch')
 
 def is_validation(learn): return learn.lock.locked()   # fastai locks the learner in `validate` and `get_preds`
-
-def is_compiled(m): return hasattr(m, 'get_compiler_config') or m._compiled_call_impl is not None
 
 # %% ../nbs/refusals.ipynb #b2d406c2
 def check_learner(cb, learn):
@@ -193,7 +192,7 @@ def note_batch_norm(acc, learn):
 def _norms_differ(learn):
     "Whether the model has batch norm, and no callback knows what it sees"
     knows = any(hasattr(type(o), 'knows_batch_norm') for o in learn.cbs)
-    return not knows and any(isinstance(m, _BatchNorm) for m in learn.model.modules())
+    return not knows and any(isinstance(m, AnyBatchNorm) for m in learn.model.modules())
 
 # %% ../nbs/refusals.ipynb #a5902a04
 def _slice_size(cut, bs):

@@ -10,11 +10,10 @@ __all__ = ['Operations', 'operations', 'Does', 'first_difference']
 # %% ../nbs/rows.ipynb #b17ccd95
 from itertools import zip_longest
 from fastai.basics import *
-from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from .dry import Dry
 from .exact.draws import running
 from .precise import quiet
+from .private import FakeTensorMode,TorchDispatchMode
 from .slices import leaves,tree_map
 from .threads import Abandoned
 

@@ -11,6 +11,7 @@ __all__ = ['is_array', 'is_floating', 'leaves', 'holds_tensors', 'versions', 'tr
 # %% ../nbs/slices.ipynb #c84f7f1f
 from collections.abc import Mapping
 from fastai.basics import *
+from .private import version
 
 # %% ../nbs/slices.ipynb #ddc018d1
 def keys(o):
@@ -44,7 +45,7 @@ def holds_tensors(o, depth=3):
 
 def versions(b):
     "How often each tensor in `b` was changed in place"
-    return [o._version for _,o in leaves(b) if isinstance(o, Tensor) and not o.is_inference()]
+    return [version(o) for _,o in leaves(b) if isinstance(o, Tensor) and not o.is_inference()]
 
 # %% ../nbs/slices.ipynb #5e7070fd
 def tree_map(f, o, *others):

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from fastai.basics import *
 from torch.nn.parameter import is_lazy
 from .devices import accelerators,generator_of
+from .private import buffer_dict,hook_dicts,version
 from .replace import Lent
 from .slices import is_array
 
@@ -69,7 +70,7 @@ def held(*roots, depth=4):
     res = [o for o in found.values() if not isinstance(o, _functions)]
     res += [c for o in found.values() if isinstance(o, FunctionType) for c in o.__closure__ or ()]
     for m in found.values():
-        if isinstance(m, nn.Module): res += [m._forward_hooks,m._forward_pre_hooks]
+        if isinstance(m, nn.Module): res += hook_dicts(m)[:2]
     return res
 
 def arrays(objects): return [v for o in objects for _,v in items(o) if is_array(v)]   # and tensors
@@ -166,7 +167,7 @@ def restore(self:State):
     except KeyboardInterrupt: self.put_back(); raise
 
 # %% ../nbs/state.ipynb #56975390
-shared = random.seed.__self__,np.random.mtrand._rand   # the generators of Python and NumPy
+shared = random.seed.__self__,np.random.rand.__self__   # the generators of Python and NumPy
 
 def generators(devices=()):
     "The generators that everybody shares, on the CPU and on `devices`"
@@ -179,7 +180,7 @@ def seed(generators, n):
 # %% ../nbs/state.ipynb #afa468b5
 def buffers(model):
     "Where `model` has its buffers: dictionaries and keys"
-    return [(m._buffers,k) for m in model.modules() for k,b in m._buffers.items() if b is not None]
+    return [(bs,k) for bs in map(buffer_dict, model.modules()) for k,b in bs.items() if b is not None]
 
 class ModelState(State):
     "What a forward pass of `model` can change, as it is now"
@@ -218,7 +219,7 @@ def lend(self:ModelState):
 def moved(self:ModelState, new):
     "The `id` of each buffer whose copy in `new` has changed; batch norm changes them without a new `_version`"
     was = {id(o.tensor):o.was for o in self.tensors}
-    return {i for i,b in new.items() if b._version or not torch.equal(b, was[i])}
+    return {i for i,b in new.items() if version(b) or not torch.equal(b, was[i])}
 
 @patch
 @contextmanager

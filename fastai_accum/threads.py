@@ -13,22 +13,19 @@ from contextlib import ExitStack,suppress
 from contextvars import copy_context
 from queue import SimpleQueue
 from fastai.basics import *
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from .devices import Autocast,streams
+from .private import dispatch_modes,function_modes,push_modes
 
 # %% ../nbs/threads.ipynb #791e3844
 def handed_on(f):
     "`f` for another thread, where PyTorch then is as it is now in this thread"
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
     contexts = [*Autocast().contexts(), grad_mode, *streams()]
-    functions = _get_current_function_mode_stack()
-    dispatches = _get_current_dispatch_mode_stack()
+    modes = function_modes(),dispatch_modes()
     def run():
         with ExitStack() as stack:
             for o in contexts: stack.enter_context(o)
-            for m in functions:  torch._C._push_on_torch_function_stack(m)
-            for m in dispatches: torch._C._push_on_torch_dispatch_stack(m)
+            push_modes(*modes)
             return f()
     return partial(copy_context().run, run)
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager,nullcontext,suppress
 from fastai.basics import *
 from .dry import Dry
 from .precise import quiet
+from .private import buffer_dict,change_hidden,has_hidden
 from .recompute import Recompute
 from .slices import Refused,join,keys,leaves,slices,tree_map
 from .state import State,container,contents,is_generator
@@ -60,7 +61,7 @@ def end(self:Turns):
     self.own[-1].hold()
     model = self.state.model
     rnns = {id(m) for m in Hidden(model).ms}   # they have joined their rows
-    dicts = {id(m._buffers) for m in model.modules()}
+    dicts = {id(buffer_dict(m)) for m in model.modules()}
     before,*ends = [{id(o):was for o,was in s.held} for s in (self.state,*self.own)]
     for o in self.state.changed():
         now = container(o)
@@ -141,7 +142,7 @@ def _in_buffer(vs, sizes, old):
 class Hidden:
     "The hidden states of fastai's recurrent networks in `model`"
     def __init__(self, model):
-        self.ms = [m for m in model.modules() if hasattr(m, 'hidden') and hasattr(m, '_change_hidden')]
+        self.ms = [m for m in model.modules() if hasattr(m, 'hidden') and has_hidden(m)]
 
     def let(self, states, n):
         "Let the networks have `states` of `n` samples"
@@ -152,7 +153,7 @@ class Hidden:
         "A context in which the networks have the rows of slice `k`; after the last one, they have all rows"
         i,n = sum(sizes[:k]),sizes[k]
         if k==0:
-            for m in self.ms: m._change_hidden(sum(sizes))
+            for m in self.ms: change_hidden(m, sum(sizes))
             self.start,self.ends = [m.hidden for m in self.ms],[]
         self.let([tree_map(lambda h: h[:,i:i+n].contiguous(), o) for o in self.start], n)
         yield

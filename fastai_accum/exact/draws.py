@@ -12,9 +12,8 @@ from collections import namedtuple
 from itertools import zip_longest
 from traceback import walk_stack
 from fastai.basics import *
-from torch.utils._pytree import tree_flatten,tree_unflatten
-from torch.utils._python_dispatch import TorchDispatchMode
 from ..devices import generator_of
+from ..private import TorchDispatchMode,tree_flatten,tree_unflatten
 from ..slices import NotPossible
 
 # %% ../../nbs/exact/draws.ipynb #70c68a96
@@ -92,8 +91,8 @@ _known = set("""bernoulli bernoulli_ rand randn randint rand_like randn_like ran
     uniform_ normal normal_ exponential_ geometric_ log_normal_ cauchy_ random_
     native_dropout""".split())
 
-def _name(func): return func._schema.name.split('::')[1]
-def _is_known(func): return _name(func) in _known and not func._overloadname.endswith('out')
+def _name(func): return func.name().split('::')[1].split('.')[0]
+def _is_known(func): return _name(func) in _known and not func.name().endswith('out')
 
 # %% ../../nbs/exact/draws.ipynb #43023040
 _instead = ("Leave exact out, or take GradientCheckpointing() or OffloadActivations() "

@@ -20,7 +20,7 @@ from ..memory.checkpointing import GradientCheckpointing
 from ..state import ModelState,held,items,modes,shared
 from ..memory.offload import Host
 from ..modes import Coupled
-from ..refusals import is_compiled
+from ..private import is_compiled,version
 from ..replace import lent
 from ..slices import join,leaves
 from ..turns import one_by_one
@@ -129,7 +129,7 @@ def run_slices(self:Exact, plan, state, forward, parts, sizes):
     "The predictions for each slice, run according to the `plan`"
     torchs = filter(risinstance(torch.Generator), state.generators)
     deck = Deck(plan.draws, sum(sizes), torchs)
-    versions = [bs[k]._version for bs,k in state.places]
+    versions = [version(bs[k]) for bs,k in state.places]
     objects = with_containers(plan.objects)
     start = ModelState(self.model, objects, plan.buffers, state.generators)
     @contextmanager
@@ -154,7 +154,7 @@ def refuse_late(plan, objects, state, versions):
     objects = {id(o) for o in objects}
     buffers = {(id(bs),k) for bs,k in plan.buffers}
     late = [o for o in state.changed() if id(o) not in objects]
-    moved = [k for (bs,k),v in zip(state.places, versions) if bs[k]._version!=v
+    moved = [k for (bs,k),v in zip(state.places, versions) if version(bs[k])!=v
              and (id(bs),k) not in buffers and id(bs[k]) not in plan.stats]
     if late or moved:
         raise Differs("MicroBatch: exact=True is not possible: the model changes something that it did not change "

@@ -9,7 +9,6 @@ __all__ = ['to_group_norm', 'BatchNormEval']
 
 # %% ../../nbs/extras/batchnorm.ipynb #e20f73f9
 from fastai.basics import *
-from torch.nn.modules.batchnorm import _BatchNorm
 from ..refusals import check_count
 
 # %% ../../nbs/extras/batchnorm.ipynb #fba9fe5b
@@ -30,7 +29,7 @@ def _as_group_norm(bn, groups):
 # %% ../../nbs/extras/batchnorm.ipynb #7c216a3d
 def _is_batch_norm(m):
     scripted = getattr(m, 'original_name', '')   # which torch.jit sets
-    return isinstance(m, _BatchNorm) or 'BatchNorm' in scripted
+    return isinstance(m, AnyBatchNorm) or 'BatchNorm' in scripted
 
 def _check_batch_norm(name, bn):
     "Raise an error if `bn` cannot be replaced"
@@ -67,8 +66,8 @@ def to_group_norm(
     for name,bn in old.items(): _check_batch_norm(name, bn)
     new = {bn:_as_group_norm(bn, groups) for bn in old.values()}
     for m in model.modules():
-        for name,child in m._modules.items():
-            if child in new: m._modules[name] = new[child]
+        for name,child in m.named_children():
+            if child in new: m.register_module(name, new[child])
     return new.get(model, model)
 
 # %% ../../nbs/extras/batchnorm.ipynb #c10dd462
@@ -81,4 +80,4 @@ class BatchNormEval(Callback):
     def before_train(self):
         "Put the batch norms into evaluation mode, after `TrainEvalCallback` has left it"
         for m in self.model.modules():
-            if isinstance(m, _BatchNorm): m.eval()
+            if isinstance(m, AnyBatchNorm): m.eval()

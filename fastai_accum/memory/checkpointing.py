@@ -17,7 +17,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ..recompute import Recompute
 from ..guard import guard
 from ..proof import Way
-from ..refusals import is_compiled,is_validation
+from ..private import is_compiled
+from ..refusals import is_validation
 from ..replace import lent
 from ..slices import NotPossible
 from ..state import ModelState,everybodys,refuse_lazy

@@ -17,6 +17,7 @@ from weakref import WeakSet,WeakValueDictionary,ref
 from fastai.basics import *
 from torch.autograd.graph import saved_tensors_hooks
 from ..devices import api,has_streams
+from ..private import version
 from ..replace import lent
 from ..slices import leaves
 from ..state import refuse_lazy
@@ -211,12 +212,12 @@ def hooks(self:Host, *inputs):
 @patch
 def _pack(self:Host, t):
     o = self.put(t)
-    return o,t._version if o is t else None
+    return o,version(t) if o is t else None
 
 @patch
 def _unpack(self:Host, kept):
-    o,version = kept
-    if version is not None and o._version!=version:   # with hooks, PyTorch does not check
+    o,was = kept
+    if was is not None and version(o)!=was:   # with hooks, PyTorch does not check
         raise RuntimeError(f"OffloadActivations: a tensor of shape {list(o.shape)}, which the backward "
                            "pass needs, has been modified by an inplace operation; "
                            "change a copy instead")

@@ -2,7 +2,7 @@
 
 A model that looks at the batch is refused, an ordinary one is proved, and nothing of the learner moves. tests/corners
 has the models that were silently wrong once."""
-import gc,pickle,re,signal,threading,time,warnings,weakref
+import gc,pickle,re,signal,sys,threading,time,warnings,weakref
 from harness import *
 from fastai_accum.all import *
 from fastai_accum import guard as the_guard,record as the_record
@@ -342,3 +342,9 @@ class OwnBackward(Callback):
 def test_a_backward_pass_of_a_callback(cb):
     "Beside slices of a model without norms"
     same(cb, bs=12, large=12, n=48, also=OwnBackward)
+
+def test_python_3_14(monkeypatch, capsys):
+    "`copy` has lost private functions there, and the proof needs none of them"
+    for k in '_deepcopy_atomic','_deepcopy_dispatch','_reconstruct': monkeypatch.delattr(sys.modules['copy'], k)
+    learner(net(), MicroBatch(3, exact=True)).fit(1)
+    assert 'is proved on your model' in capsys.readouterr().out
