@@ -21,7 +21,7 @@ from .modes import Coupled,Plain
 from .private import compiled_in_place
 from .replace import lent
 from .devices import Autocast,accelerators,free_memory,is_out_of_memory
-from .slices import is_array,join,leaves,n_rows,slices,tree_map,versions
+from .slices import is_array,join,leaves,slices,versions
 from .state import ModelState,State,arrays,everybodys,held,refuse_lazy
 from .turns import Hidden
 from .windows import batch_size,n_inputs,n_of

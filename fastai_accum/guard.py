@@ -13,7 +13,7 @@ import time,traceback,warnings
 from weakref import WeakKeyDictionary
 from fastai.basics import *
 from .devices import has_float64
-from .proof import NotTried,Proof,Trial,Unsteady,Way,compare
+from .proof import NotTried,Proof,Trial,Unsteady,compare
 from .refusals import NotProved
 from .rows import Does,first_difference
 from .slices import NotPossible,Refused,is_floating,join,leaves,n_rows,slices,tree_map

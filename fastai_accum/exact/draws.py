@@ -91,8 +91,9 @@ _known = set("""bernoulli bernoulli_ rand randn randint rand_like randn_like ran
     uniform_ normal normal_ exponential_ geometric_ log_normal_ cauchy_ random_
     native_dropout""".split())
 
-def _name(func): return func.name().split('::')[1].split('.')[0]
-def _is_known(func): return _name(func) in _known and not func.name().endswith('out')
+def _name(func): return _names(func)[0]
+def _names(func): return func.name().split('::')[1].partition('.')   # the last is that of the overload
+def _is_known(func): return _name(func) in _known and not _names(func)[2].endswith('out')
 
 # %% ../../nbs/exact/draws.ipynb #43023040
 _instead = ("Leave exact out, or take GradientCheckpointing() or OffloadActivations() "

@@ -9,6 +9,7 @@ __all__ = ['to_group_norm', 'BatchNormEval']
 
 # %% ../../nbs/extras/batchnorm.ipynb #e20f73f9
 from fastai.basics import *
+from ..private import AnyBatchNorm
 from ..refusals import check_count
 
 # %% ../../nbs/extras/batchnorm.ipynb #fba9fe5b

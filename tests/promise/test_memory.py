@@ -287,3 +287,27 @@ def test_a_trial_leaves_nothing_open(k, stop, mode, device, capsys, monkeypatch)
     assert now()==before
 
 def on_cpu(*_, dtype): return torch.autocast('cpu', dtype=torch.bfloat16)   # fastai's names the kind 'cuda'
+
+# ---- what the proof takes
+
+def heavy():
+    "Nearly all memory is that of the weights"
+    torch.manual_seed(0)
+    return nn.Sequential(nn.AdaptiveAvgPool2d(8), nn.Flatten(), nn.Linear(192, 1500), nn.BatchNorm1d(1500), nn.ReLU(), nn.Linear(1500, 3))
+
+@there
+@pytest.mark.parametrize('model,copies', [(six_blocks,1),(heavy,3)])   # heavy: gradients in float64 take as much again, while two are added up
+@pytest.mark.parametrize('kw', [dict(exact=True),dict(coupled=True)], ids=str)
+def test_what_the_proof_takes(kw, model, copies, device, fakegpu, capsys):
+    "At its peak not more than the first real step, and copies of the model in float64"
+    def peak(**more):
+        learn = get_learner(MicroBatch(8, **kw, **more), model=model, px=64)
+        learn.model.to(device)
+        before = fakegpu.memory_allocated()
+        fakegpu.reset_peak_memory_stats()
+        learn.fit(1)
+        return fakegpu.max_memory_allocated()-before,8*sum(o.numel() for o in learn.model.state_dict().values())
+    plain,copy = peak(prove=False)
+    proved,_ = peak()
+    assert 'is proved' in capsys.readouterr().out
+    assert proved<=plain+copies*copy, f'{proved} bytes with the proof, {plain} without, and a copy has {copy}'
