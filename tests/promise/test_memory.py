@@ -303,6 +303,7 @@ def test_what_the_proof_takes(kw, model, copies, device, fakegpu, capsys):
     def peak(**more):
         learn = get_learner(MicroBatch(8, **kw, **more), model=model, px=64)
         learn.model.to(device)
+        gc.collect()
         before = fakegpu.memory_allocated()
         fakegpu.reset_peak_memory_stats()
         learn.fit(1)
