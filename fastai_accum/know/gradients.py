@@ -15,13 +15,13 @@ from scipy import stats
 
 # %% ../../nbs/know/gradients.ipynb #6e07457f
 def unbiased(n, weight, sum_sq, mean_sq):
-    "The noise of a unit of weight, and the squared length of the true gradient, from windows of `n` micro-batches"
+    "The noise of a unit of weight and the squared true gradient, from windows of `n` micro-batches"
     noise = (sum_sq-weight*mean_sq)/(n-1)
     return noise,mean_sq-noise/weight
 
 # %% ../../nbs/know/gradients.ipynb #6745fd1d
 def ratio_interval(a, b):
-    "The ratio of the means of `a` and `b`, and its 95 % interval; all `nan` if the mean of `b` may be 0"
+    "The ratio of the means of `a` and `b`, and its 95 % interval; `nan` if that of `b` may be 0"
     if len(a)<2: return (math.nan,)*3
     (va,c),(_,vb) = np.cov(a, b)*stats.t.ppf(.975, len(a)-1)**2/len(a)
     a,b = np.mean(a),np.mean(b)
@@ -31,12 +31,12 @@ def ratio_interval(a, b):
     return tuple(map(float, (a/b, (q-d)/p, (q+d)/p)))
 
 class Noise(namedtuple('Noise', 'scale low high grad_sq noise')):
-    "A gradient noise scale in samples, `noise/grad_sq`, with its 95 % interval; `nan`: not measurable"
+    "A noise scale in samples, `noise/grad_sq`, with its 95 % interval; `nan`: not measurable"
     n_step = None   # the number of micro-batches that `learn.noise_scale` suggests
 
 # %% ../../nbs/know/gradients.ipynb #f7aac714
 def squared(g):
-    "The sum of squares by rows: on a CPU, PyTorch's norm of ten million numbers at once is 0.1 % too small"
+    "The sum of squares by rows: PyTorch's norm of ten million numbers at once is 0.1 % too small"
     if g.is_sparse: g = g.coalesce().values()
     rows = tuple(range(1, g.ndim)) or None
     norms = torch.linalg.vector_norm(g, dim=rows, dtype=torch.promote_types(g.dtype, torch.float32))
@@ -85,5 +85,6 @@ def arrive(self:Sums, i, g):
 def hooked(self:Sums):
     "A block in which gradients arrive"
     with ExitStack() as stack:
-        for i,p in enumerate(self.params): stack.callback(p.register_hook(partial(self.arrive, i)).remove)
+        for i,p in enumerate(self.params):
+            stack.callback(p.register_hook(partial(self.arrive, i)).remove)
         yield

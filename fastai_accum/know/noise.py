@@ -43,7 +43,7 @@ class NoiseScale(Callback):
         if self.sums: self.sums.begin(in_charge(self.learn).window)
     def after_backward(self):
         if self.sums: self.sums.add()
-    def read(self): self.rows = [list(map(float, o)) for o in self.rows]   # this waits for the device
+    def read(self): self.rows = [list(map(float, o)) for o in self.rows]   # waits for the device
     def warn(self, msg):
         if not rank_distrib(): warnings.warn(f"NoiseScale: {msg}", stacklevel=3)
 
@@ -63,13 +63,14 @@ def before_fit(self:NoiseScale):
     "Raise an error if the learner cannot be measured, and begin a new record"
     if not self.is_training(): return
     if not in_charge(self.learn):
-        raise ValueError("NoiseScale: the learner has no AccumulateStep, and the noise can only be measured with two "
-                         "or more micro-batches in a window; add AccumulateStep(n_step=2) or more")
+        raise ValueError("NoiseScale: the learner has no AccumulateStep, and a window needs two "
+                         "micro-batches; add AccumulateStep(n_step=2) or more")
     cut = first(self.learn.cbs, risinstance(MicroBatch))
     if cut and cut.shows_whole:
-        raise ValueError(f"NoiseScale: {cut!r} does not compute a gradient for each slice. Measure with the same "
-                         f"learner without coupled=True and exact=True: `{as_line(MicroBatch(cut.bs))}.noise_scale()`, "
-                         f"then `{as_line(cut)}` again")
+        plain = as_line(MicroBatch(cut.bs))
+        raise ValueError(f"NoiseScale: {cut!r} does not compute a gradient for each slice. Measure "
+                         "with the same learner without coupled=True and exact=True: "
+                         f"`{plain}.noise_scale()`, then `{as_line(cut)}` again")
     self.rows = []
 
 # %% ../../nbs/know/noise.ipynb #6caccb44
@@ -80,8 +81,8 @@ def around_batches(self:NoiseScale, learn):
     if not learn.training or not self.is_training(): yield; return
     has_norm = any(isinstance(m, _BatchNorm) and m.training for m in learn.model.modules())
     if has_norm and not self.rows:
-        self.warn("the model has batch norm, which sees one micro-batch at a time; this biases the noise scale; "
-                  "use BatchNormEval() or to_group_norm(model)")
+        self.warn("the model has batch norm, which sees one micro-batch at a time; this biases the "
+                  "noise scale; use BatchNormEval() or to_group_norm(model)")
     self.sums = Sums(p for p,*_ in learn.opt.all_params() if p.requires_grad)
     try:
         with self.sums.hooked(): yield
@@ -97,7 +98,7 @@ def before_step(self:NoiseScale):
     if not (s := self.sums): return
     own = s.n,s.win.weight,s.win.n_samples,s.is_bad or len(s.now)>0,s.sq
     n,weight,samples,is_bad,sq = s.win.epoch.group.sum('measures the noise', *own)
-    if is_bad: self.warn("a window is left out: a parameter got more than one gradient in a micro-batch")
+    if is_bad: self.warn("a window is left out, as a micro-batch has two gradients of a parameter")
     if is_bad or n<2: return
     whole,scaler = s.whole()/(weight/s.win.total)**2,vars(self.learn).get('scaler')
     # what mixed precision multiplies the loss by; `get_scale` would wait for the device
@@ -107,16 +108,17 @@ def before_step(self:NoiseScale):
 # %% ../../nbs/know/noise.ipynb #72a2e692
 @patch(as_prop=True)
 def windows(self:NoiseScale)->pd.DataFrame:
-    "A row for each window: `sum_sq` is the sum of w_i|g_i|², `mean_sq` the squared length of its gradient"
+    "A row for each window: `sum_sq` is the sum of w_i|g_i|², `mean_sq` that of its gradient"
     self.read()
-    df = pd.DataFrame(self.rows, columns='step n weight samples sum_sq mean_sq'.split(), dtype=float)
+    cols = 'step n weight samples sum_sq mean_sq'.split()
+    df = pd.DataFrame(self.rows, columns=cols, dtype=float)
     return df[np.isfinite(df).all(axis=1)].reset_index(drop=True).astype({'step':int,'n':int})
 
 def _means(df):
     "The noise of one sample and the squared length of the gradient, for each window"
     if not len(df):
-        raise ValueError("NoiseScale: nothing was measured: no window had two micro-batches (take n_step=2 or more), or "
-                         "the gradients are not finite (see whether the loss is, with `learn.validate()`)")
+        raise ValueError("NoiseScale: nothing was measured: no window had two micro-batches (take n_step=2 "
+                         "or more), or the gradients are not finite (see `learn.validate()`)")
     noise,grad_sq = unbiased(df.n, df.weight, df.sum_sq, df.mean_sq)
     return noise*df.samples.sum()/df.weight.sum(),grad_sq
 
@@ -133,16 +135,18 @@ def result(self:NoiseScale,
 # %% ../../nbs/know/noise.ipynb #4e37cd44
 @patch
 def plot(self:NoiseScale,
-    beta:float=0.98, # Share that an exponential moving average keeps at each window; 1: the mean so far
+    beta:float=0.98, # What a moving average keeps at each window; 1: the mean so far
     marks:dict={} # Numbers of samples to mark by a line, by name
 ):
     "Plot the noise scale over the steps of the fit"
     df,(_,ax) = self.windows,plt.subplots(figsize=(4.6,3.4))
     noise,grad_sq = ((o.ewm(alpha=1-beta) if beta<1 else o.expanding()).mean() for o in _means(df))
     ax.plot(df.step, noise/grad_sq.where(grad_sq>0), label='noise scale')
-    for i,(k,v) in enumerate(marks.items()): ax.axhline(v, color=f'C{i+1}', ls='--', label=f'{k}: {_n(v)}')
+    for i,(k,v) in enumerate(marks.items(), 1):
+        ax.axhline(v, color=f'C{i}', ls='--', label=f'{k}: {_n(v)}')
     ax.set(xlabel='step', ylabel='samples', yscale='log')
-    for o in ax.yaxis.set_major_formatter,ax.yaxis.set_minor_formatter: o(LogFormatter())   # 60, not 6×10¹
+    ax.yaxis.set_major_formatter(LogFormatter())   # 60, not 6×10¹
+    ax.yaxis.set_minor_formatter(LogFormatter())
     ax.legend()
 
 def _n(v): return f'{v:.0f}' if abs(v)>=10 else f'{v:.2g}'
@@ -156,9 +160,10 @@ def noise_scale(self:Learner,
 )->Noise: # The estimate and the suggested `n_step`
     """Measure the gradient noise scale in a training that changes nothing, and suggest an `n_step`
 
-    Example: `learn.noise_scale()`. The scale is in samples: a larger batch than this no longer saves many steps.
+    Example: `learn.noise_scale()`. A batch of more samples than this no longer saves many steps.
     https://fastai-accum.github.io/fastai_accum/know/noise.html"""
-    check_count('noise_scale', 'n_step', n_step, least=1 if self.cbs.filter(risinstance(MicroBatch)) else 2)
+    is_cut = bool(self.cbs.filter(risinstance(MicroBatch)))
+    check_count('noise_scale', 'n_step', n_step, least=2-is_cut)
     check_count('noise_scale', 'num_it', num_it, least=2)
     now = first(self.cbs, risinstance(AccumulateStep))   # what a fit would use
     now = now or AccumulateStep(**(accumulation_settings() or dict(n_step=1)))
@@ -167,7 +172,8 @@ def noise_scale(self:Learner,
     if n_step>n:
         hint = f'pass an n_step of at most {n}' if n>1 else 'lower the batch size of the loader'
         raise ValueError(f"noise_scale: {n_step=} is more than the {n} batches of an epoch; {hint}")
-    windows,cb = AccumulateStep(n_step, average=now.average, weight=now.weight, drop_last=False),NoiseScale()
+    windows = AccumulateStep(n_step, average=now.average, weight=now.weight, drop_last=False)
+    cb = NoiseScale()
     with unchanged(self),self.no_logging():
         self.fit(num_it//(n//n_step)+1, cbs=[windows, cb, _MockFit(num_it)])
     return _report(cb, n_step, n, now, show_plot)
@@ -194,7 +200,9 @@ def _words(res):
 
 def _advice(res, bs, epoch):
     "What follows from the estimate, for batches of `bs` samples"
-    if res.n_step is None: return "The noise hides the gradient. Take more windows (num_it) or larger ones (n_step)."
-    if res.scale>epoch: return f"The noise scale is larger than an epoch, which has {_n(epoch)}, so it sets no limit."
+    if res.n_step is None:
+        return "The noise hides the gradient. Take more windows (num_it) or larger ones (n_step)."
+    if res.scale>epoch:
+        return f"The noise scale is larger than an epoch, which has {_n(epoch)}, so it sets no limit."
     if res.n_step==1: return f"A batch of the loader has {_n(bs)}, so you do not need accumulation."
     return f"With n_step={res.n_step} it would be {_n(res.n_step*bs)}."

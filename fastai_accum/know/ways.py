@@ -27,7 +27,7 @@ from ..memory.offload import OffloadActivations
 from ..microbatch import MicroBatch
 from ..norms import AtNorms
 from ..refusals import NotProved,as_line
-from ..slices import Refused,join,leaves,slices,tree_map
+from ..slices import Refused,is_floating,join,leaves,slices,tree_map
 from ..status import Status,has_bar
 from ..windows import n_of
 
@@ -63,8 +63,8 @@ def n_bytes(budget):
     m = isinstance(budget, str) and re.fullmatch(r'\s*(\d+\.?\d*)\s*([KMGT]?)i?B?\s*', budget, re.I)
     n = float(m[1])*_units[m[2].upper()] if m else budget
     if isinstance(n, Real) and not isinstance(n, bool) and 1024<=n<math.inf: return int(n)
-    raise ValueError("what_fits: budget must be a text like '8GB', or a number of bytes, at least 1024, "
-                     f"got {budget!r}; on a GPU, leave it out to take what is free")
+    raise ValueError("what_fits: budget must be a text like '8GB', or a number of bytes, at least "
+                     f"1024, got {budget!r}; on a GPU, leave it out to take what is free")
 
 def as_text(n):
     u = next((u for u in 'TGM' if n>=.9*_units[u]), 'K')
@@ -76,8 +76,8 @@ margin = .1   # of the free memory, because an allocator cannot fill all of it
 def free_bytes(device):
     "The bytes that a training may take on `device`"
     if device.type=='cpu':
-        raise ValueError("what_fits: on a CPU, nobody knows how much memory is yours, so budget is needed; "
-                         "write how much a step may take: `learn.what_fits('8GB')`")
+        raise ValueError("what_fits: on a CPU, nobody knows how much memory is yours, so budget is "
+                         "needed; write how much a step may take: `learn.what_fits('8GB')`")
     on = api(device)
     free = on.mem_get_info(device)[0] + on.memory_reserved(device) - on.memory_allocated(device)
     return int(free*(1-margin))
@@ -89,9 +89,9 @@ def largest_batch(learn, n=3):
     is_sorted = hasattr(dl, 'res')   # by the lengths of texts
     with dl.fake_l.no_multiproc() if hasattr(dl, 'fake_l') else nullcontext():
         bs = list(islice(dl, 1 if is_sorted else n))
-    if not bs: raise ValueError("what_fits: the training loader yields no batch; set a smaller batch size")
-    best = max(bs, key=lambda b: sum(math.prod(o.shape) for _,o in leaves(b)))
-    return best,'with the longest text' if is_sorted else f'the largest of the first {len(bs)} batches'
+    if not bs: raise ValueError("what_fits: the loader yields no batch; set a smaller batch size")
+    which = 'with the longest text' if is_sorted else f'the largest of the first {len(bs)} batches'
+    return max(bs, key=lambda b: sum(math.prod(o.shape) for _,o in leaves(b))),which
 
 # %% ../../nbs/know/ways.ipynb #17272b9d
 class Once(Trial):
@@ -102,9 +102,10 @@ class Once(Trial):
 class Meter(Trial):
     "Ends the fit after a step to warm up and `n_try` more, or one more if it is slow"
     order = math.inf   # the last one in `before_step`, so nobody has cancelled the step
+    n_steps = fixed = 0
     def __init__(self, n_try, slow=5.): store_attr()   # `slow`: seconds
     def before_fit(self):
-        self.n_steps,self.ends = 0,[time.perf_counter()]
+        self.ends = [time.perf_counter()]
         self.counts = getattr(in_charge(self.learn), 'counts', None)
     def before_step(self):
         self.n_steps += 1
@@ -120,7 +121,7 @@ class Meter(Trial):
 def held_bytes(learn):
     "The bytes of the gradients, and of the state of the optimizer"
     grads = [p.grad for p in learn.model.parameters() if p.grad is not None]
-    state = getattr(getattr(learn.opt, 'opt', learn.opt), 'state', {})   # PyTorch's optimizers are wrapped
+    state = getattr(getattr(learn.opt, 'opt', learn.opt), 'state', {})   # PyTorch's are wrapped
     return [sum(o.nbytes for _,o in leaves(os)) for os in (grads, list(state.values()))]
 
 # %% ../../nbs/know/ways.ipynb #ed36cbf2
@@ -134,7 +135,7 @@ class Way:
     line:str             # The line to write; empty for the learner as it is
     make:Callable        # Makes the callbacks
     fits:bool=False      # Whether the peak is within the budget
-    peak:int=None        # Bytes at the peak of a step, beyond what was there; `None` if memory ran out
+    peak:int=None        # Bytes of a step at its peak, without what was there; `None`: out of memory
     fixed:int=0          # Bytes of the gradients and of the state of the optimizer among them
     time:float=None      # Seconds for a step
     n:float=None         # Samples in a step
@@ -145,7 +146,6 @@ class Way:
     rate      = property(lambda o: o.n/o.time)
     is_same   = property(lambda o: o.same==_same)
     changes   = property(lambda o: 'nothing' if o.is_same else o.same)
-    def __repr__(self): return f'{self.line or "as it is"} ({self.same})'
 
 # %% ../../nbs/know/ways.ipynb #3a17c584
 _ours = MicroBatch,GradientCheckpointing,OffloadActivations
@@ -161,7 +161,7 @@ class Trials:
         self.on_cpu = self.device.type=='cpu'
         self.allocated = (lambda d: 0) if self.on_cpu else api(self.device).memory_allocated
         if not self.on_cpu and not counts_memory(self.device):
-            raise RuntimeError(f"what_fits: PyTorch counts no memory on {self.device}; measure on a CPU")
+            raise RuntimeError(f"what_fits: PyTorch counts no memory on {self.device}; use a CPU")
         self.budget = free_bytes(self.device) if budget is None else n_bytes(budget)
         with unchanged(learn): self.batch,self.which = largest_batch(learn)
         self.n = n_of(learn.dls, self.batch)
@@ -170,13 +170,13 @@ class Trials:
         self.status = Status('what_fits', learn, 0)
 
     @property
-    def keeps(self): return self.norms is False and self.draws is False   # slices change nothing by these
+    def keeps(self): return self.norms is False and self.draws is False   # so slices change nothing
 
 # %% ../../nbs/know/ways.ipynb #75c05337
 @patch
 @contextmanager
 def ready(self:Trials, as_is=False):
-    "The learner with one batch, nothing frozen, nothing printed; `as_is` keeps our callbacks; yields warnings"
+    "The learner with one batch, nothing frozen; `as_is` keeps our callbacks; yields the warnings"
     learn,kept = self.learn,self.learn.cbs.filter(risinstance(AccumulateStep))
     forget_failed(get_model(learn.model))   # a proof that has failed warns again
     told = warnings.catch_warnings(record=True, action='always')
@@ -204,13 +204,13 @@ class Preds(Trial):
     order = math.inf
     def __init__(self): self.found = []
     def after_pred(self):
-        def number(o): return o.detach().float() if isinstance(o, Tensor) and o.is_floating_point() else o
+        def number(o): return torch.as_tensor(o).detach().float() if is_floating(o) else o
         self.found.append(tree_map(number, (self.pred,*self.yb)))
         raise CancelBatchException if len(self.found)<4 else CancelFitException
 
 # %% ../../nbs/know/ways.ipynb #96bb2a7f
 def is_mean(loss_func, bs, weight=None):
-    "Whether the loss of the slices `bs` together is the mean of those of parts; `None`: nobody knows"
+    "Whether the loss of the slices `bs` is the mean of those of its parts; `None`: nobody knows"
     weight = weight or partial(loss_weight, loss_func)
     if loss_reduction(loss_func)=='sum': weight = lambda *b: 1
     def total(b): return float(loss_func(*b))*weight(*b)
@@ -226,14 +226,15 @@ def is_mean(loss_func, bs, weight=None):
 def look(self:Trials):
     "Find out what slices would change"
     def note(o, f): norms.append(o); return f()
-    size = next(k for k in range(2, self.n+1) if self.n%k!=1)   # batch norm refuses a slice of one sample
+    size = next(k for k in range(2, self.n+1) if self.n%k!=1)   # batch norm refuses one sample
     norms,draws,preds = [],Draws(),Preds()
     loss_func = self.learn.loss_func   # MixUp replaces it in a fit
+    weight = getattr(first(self.learn.cbs, risinstance(AccumulateStep)), 'weight', None)
     with self.ready() as told:
         try:
             with AtNorms(note),draws: self.fit(MicroBatch(size), preds)
             self.norms,self.draws = bool(norms),bool(draws.draws)
-            self.is_mean = is_mean(loss_func, preds.found, getattr(in_charge(self.learn), 'weight', None))
+            self.is_mean = is_mean(loss_func, preds.found, weight)
             if self.keeps:
                 self.fit(MicroBatch(-(-self.n//2), coupled=True), Once())
                 self.compares = None if _not_proved(told) else False
@@ -254,7 +255,8 @@ def what_stays(self:Trials, cbs):
     changes += ['other dropout masks']*bool(self.draws)
     if changes: return ', '.join(changes)
     if self.compares is None: return 'not known'
-    return 'not known: your loss could not be tried' if self.is_mean is None and not cut.coupled else _same
+    no_loss = self.is_mean is None and not cut.coupled
+    return 'not known: your loss could not be tried' if no_loss else _same
 
 # %% ../../nbs/know/ways.ipynb #0e43727e
 noise = .1   # times that are closer than this are equal
@@ -264,10 +266,10 @@ def measure(self:Trials, way):
     "Train in `way`, and note what a step takes"
     cbs,meter = way.make(),Meter(self.n_try)
     held = held_bytes(self.learn)
-    before = self.allocated(self.device)+held[0]   # the first fit may move the model; gradients are made again
+    before = self.allocated(self.device)+held[0]   # gradients are made again
     with self.ready(not way.line) as told:
         self.fit(*cbs, Once())   # what is done once, such as a proof, is not measured
-        new = self.allocated(self.device)-before
+        new = self.allocated(self.device)-before   # this fit may have moved the model
         way.peak = max(0, new+peak_bytes(lambda: self.fit(*cbs, meter), self.device))
         way.same = 'not proved' if _not_proved(told) else self.what_stays([*self.learn.cbs, *cbs])
     way.fits = way.peak<=self.budget
@@ -288,7 +290,7 @@ def try_way(self:Trials, kind, size, make):
     try: self.measure(way)
     except (ValueError,RuntimeError,MemoryError) as e:
         if is_out_of_memory(e): way.error = _oom
-        elif line or self.own: way.error = re.sub(r'^Exception occured in .*:\n\s*', '', str(e))   # fastai's words
+        elif line or self.own: way.error = re.sub(r'^Exception occured in .*:\n\s*', '', str(e))
         else: raise
     gc.collect()   # a cycle of references may hold activations
     free_memory(self.device)

@@ -25,7 +25,7 @@ _ways = {
     'exact slices':                 lambda n, kw: [MicroBatch(n, exact=True)],
     'checkpointing':                lambda n, kw: [GradientCheckpointing()],
     'offloading':                   lambda n, kw: [OffloadActivations()],
-    'checkpointing and offloading': lambda n, kw: [GradientCheckpointing(), OffloadActivations()],
+    'checkpointing with offloading':lambda n, kw: [GradientCheckpointing(), OffloadActivations()],
     'checkpointing in slices':      lambda n, kw: [MicroBatch(n, **kw), GradientCheckpointing()]}
 
 def kinds(t):
@@ -109,9 +109,10 @@ class Fits:
         said = f'Nothing that was tried fits in {as_text(self.budget)}'
         least = min((o for o in self.ways if o.peak), key=attrgetter('peak'), default=None)
         if least: said += f': `{least.line or "learn"}` takes the least, {as_text(least.peak)}'
-        if not least or least.fixed<least.peak/2: return said+'. Take a smaller model, smaller images or shorter texts'
-        return (f'{said}. {as_text(least.fixed)} of this are the gradients and the state of the optimizer, which slices '
-                'do not make smaller. Take a smaller model, or an optimizer that keeps less, such as `SGD`')
+        if not least or least.fixed<least.peak/2:
+            return f'{said}. Take a smaller model, smaller images or shorter texts'
+        return (f'{said}. {as_text(least.fixed)} of this are the gradients and the state of the optimizer, '
+                'which no line saves. Take a smaller model, or an optimizer that keeps less, such as `SGD`')
 
 # %% ../../nbs/know/what_fits.ipynb #826d4fc7
 @patch(as_prop=True)
@@ -125,34 +126,36 @@ def table(self:Fits):
     "The ways as a data frame; the time of the first way that was measured is 1"
     unit = first(o.time for o in self.ways if o.time)
     def row(o):
-        speed = [f'{o.time/unit:.1f}', f'{o.rate:.{int(o.rate<10)}f}', o.changes] if o.time else ['']*3
-        return [o.line or '(as it is)', o.error or as_text(o.peak), 'yes' if o.fits else 'no', *speed]
+        what = o.line or '(as it is)',o.error or as_text(o.peak),'yes' if o.fits else 'no'
+        if not o.time: return [*what, '', '', '']
+        return [*what, f'{o.time/unit:.1f}', f'{o.rate:.{int(o.rate<10)}f}', o.changes]
     cols = 'line','peak memory','fits','time','samples/s','what changes'
     return pd.DataFrame(list(map(row, self.ways)), columns=cols)
 
 # %% ../../nbs/know/what_fits.ipynb #516b1d4a
 @patch
-def __repr__(self:Fits): return '\n\n'.join([self.title, self.table.to_string(index=False), self.note])
+def __repr__(self:Fits): return f'{self.title}\n\n{self.table.to_string(index=False)}\n\n{self.note}'
 
 @patch
 def _repr_html_(self:Fits):
     "The same, in the colours of the page"
-    title,note = (re.sub('`([^`]*)`', r'<code>\1</code>', escape(o)) for o in (self.title,self.note))
-    return f'<p><b>{title}</b></p>{self.table.to_html(index=False, border=0)}<p><small>{note}</small></p>'
+    def shown(o): return re.sub('`([^`]*)`', r'<code>\1</code>', escape(o))
+    table = self.table.to_html(index=False, border=0)
+    return f'<p><b>{shown(self.title)}</b></p>{table}<p><small>{shown(self.note)}</small></p>'
 
 # %% ../../nbs/know/what_fits.ipynb #a397865c
 @patch
 def what_fits(self:Learner,
-    budget:int|str|None=None, # What a step may take: bytes, or `'8GB'`; `None`: what is free on a GPU
+    budget:int|str|None=None, # Bytes of a step, or `'8GB'`; `None`: what is free on a GPU
     n_try:int=3 # Steps to measure in each way, after one that warms up
 )->Fits: # The result, which a notebook shows as a table
-    """Try the ways to train in less memory for a few steps each, and suggest one; nothing is changed
+    """Try ways to train in less memory for a few steps each, and suggest one; nothing is changed
 
-    Example: `learn.what_fits('8GB')`, or `learn.what_fits()` on a GPU; then write the line it suggests.
+    Example: `learn.what_fits('8GB')`, or `learn.what_fits()` on a GPU; then write its line.
     It takes about two minutes at most. It needs one process, and a loader with a batch.
     https://fastai-accum.github.io/fastai_accum/know/what_fits.html"""
     n_try = check_count('what_fits', 'n_try', n_try)
-    if num_distrib()>1: raise RuntimeError("what_fits: call it in one process, before the others start")
+    if num_distrib()>1: raise RuntimeError("what_fits: call it in one process, before others start")
     if not self.dls or not self.dls.loaders:
         raise ValueError("what_fits: the learner has no training loader; set `learn.dls`")
     t = Trials(self, budget, n_try)

@@ -225,7 +225,7 @@ def test_two_backward_passes():
         if cb.learn.iter==1: (sum(p.square().sum() for p in cb.model.parameters())).backward()
     for event in 'before_backward','after_backward','after_loss':
         cb = Callback(**{event:lambda cb: penalty(cb) if cb.training else None})
-        warned(cb, match='more than one gradient in a micro-batch', n_windows=2)
+        warned(cb, match='two gradients of a parameter', n_windows=2)
 
 def test_no_window_of_two():
     learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(1), NoiseScale()])
