@@ -69,7 +69,7 @@ def sizes(t, kind):
 
 def is_enough(way, last):
     "Whether no smaller slices than those of `way` are tried, after the larger ones of `last`"
-    saves_little = last and last.peak and way.peak and way.peak>.9*last.peak
+    saves_little = last.peak and way.peak and way.peak>.9*last.peak
     return way.fits or way.error not in (None,'out of memory') or saves_little
 
 # %% ../../nbs/know/what_fits.ipynb #wfp00007
@@ -88,7 +88,7 @@ def try_all(t):
             way = attempt(kind, size)
             between = (last.size+size)//2 if last else size
             if way.fits and between>size: attempt(kind, between)
-            if is_enough(way, last): break
+            if is_enough(way, last or t.rows[0]): break
             last = way
 
 # %% ../../nbs/know/what_fits.ipynb #74e38cac
