@@ -77,7 +77,7 @@ bench-checkpointing: $(READY) ## What recomputing blocks costs in time, for comm
 bench-memory: $(READY) ## What each way takes in memory, and how exact it is, on an accelerator or on the simulated one (an hour)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/memory.py --save
-	for f in tested index howto/memory memory/checkpointing memory/offload; do $(BIN)/nbdev-test --save nbs/$$f.ipynb || exit; done
+	for f in tested index know/what_fits memory/checkpointing memory/offload; do $(BIN)/nbdev-test --save nbs/$$f.ipynb || exit; done
 	$(BIN)/nbdev-clean
 
 bench-proof: $(READY) ## What the proof before the first step costs (five minutes)

@@ -9,7 +9,7 @@ if __name__=='__main__': keep_memory()
 warnings.filterwarnings('ignore')
 from what_fits import *
 import what_fits   # this folder's, whose names have one of the package among them
-from fastai_accum.know.what_fits import as_text
+from fastai_accum.know.ways import as_text
 
 here = Path(__file__).parent
 share = .8   # of the memory of the device, which the learners may take

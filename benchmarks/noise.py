@@ -40,13 +40,11 @@ def learner(net, *cbs):
 def rows(pairs):
     for net in nets:
         plain = learner(net)
-        for name,cb in {'NoiseScale()':NoiseScale(), 'NoiseScale(preconditioned=True)':NoiseScale(True)}.items():
-            noise = learner(net, cb)
-            fits = [partial(o.fit, 1) for o in (noise,plain)]
-            for f in fits: f()
-            r,pm = paired(*(partial(clock, f) for f in fits), pairs)
-            mem = peak_bytes(fits[0])/peak_bytes(fits[1])
-            yield net,f'{clock(fits[1])/nets[net][1]*1000:.1f}',name,f'{r:.3f}',f'± {pm:.3f}',f'{mem:.4f}'
+        fits = [partial(o.fit, 1) for o in (learner(net, NoiseScale()),plain)]
+        for f in fits: f()
+        r,pm = paired(*(partial(clock, f) for f in fits), pairs)
+        mem = peak_bytes(fits[0])/peak_bytes(fits[1])
+        yield net,f'{clock(fits[1])/nets[net][1]*1000:.1f}','NoiseScale()',f'{r:.3f}',f'± {pm:.3f}',f'{mem:.4f}'
 
 if __name__=='__main__':
     p = argparse.ArgumentParser(); p.add_argument('--pairs', type=int, default=30); p.add_argument('--save', action='store_true'); args = p.parse_args()

@@ -19,7 +19,7 @@ from fastai.vision.all import *
 from fastai.callback.progress import ProgressCallback
 from fastai_accum.all import *
 from fastai_accum.know import what_fits
-from fastai_accum.know.what_fits import as_text
+from fastai_accum.know.ways import as_text
 from fastai_accum.devices import is_out_of_memory
 
 what_fits.limit = math.inf   # a slow machine tries all ways, too
@@ -98,7 +98,7 @@ def pasted(make, device, line):
     except Exception as e:
         if not is_out_of_memory(e): raise
 
-def rows(make, device, budget=None, n_try=2):
+def rows(make, device, budget=None, n_try=3):
     "The result of `what_fits`, as dictionaries; without a `budget`, it is 85 % of what the learner takes as it is"
     if budget is None: budget = int(.85*pasted(make, device, ''))
     fits = learner(make, device).what_fits(budget, n_try=n_try)

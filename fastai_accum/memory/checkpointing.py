@@ -72,9 +72,7 @@ def find_blocks(
     model:nn.Module # The model of a learner
 )->list:
     "The blocks that `GradientCheckpointing()` computes again"
-    res = list(_find(model, ''))
-    alone = len(res)==1 and res[0].m is model and res[0].part==slice(0, len(model))
-    return [] if alone else res   # one block with the whole model saves nothing
+    return list(_find(model, ''))
 
 # %% ../../nbs/memory/checkpointing.ipynb #c59737d9
 def again(name, forward, ms, generators):
@@ -109,7 +107,7 @@ def recomputing(self:GradientCheckpointing, learn):
 def _recomputing(m, blocks, generators):
     "`forward` of `m` with its `blocks` computed again: `m` itself, or some of its children"
     b = blocks[0]
-    if b.part is None: return again(b.name, m.forward, b.ms, generators)
+    if b.part is None: return again(str(b), m.forward, b.ms, generators)
     return Chain(blocks, generators)
 
 # %% ../../nbs/memory/checkpointing.ipynb #3efbad16
@@ -161,8 +159,8 @@ class Block:
     def ms(self): return [self.m] if self.part is None else list(self.m)[self.part]
 
     def __repr__(self):
-        if self.part is None: return self.name
-        return f'{self.name}[{self.part.start}:{self.part.stop}]'
+        if self.part is None: return self.name or 'the model'
+        return f"{self.name or 'model'}[{self.part.start}:{self.part.stop}]"
 
 # %% ../../nbs/memory/checkpointing.ipynb #3bd45e96
 def _is_chain(m):
@@ -196,33 +194,29 @@ def _find(m, name):
 def _join(name, k): return f'{name}.{k}' if name else k
 
 # %% ../../nbs/memory/checkpointing.ipynb #e0ea066e
-_pools = tuple(getattr(nn.modules.pooling, f'_{o}PoolNd')
-               for o in ('Max','Avg','AdaptiveMax','AdaptiveAvg'))
+_many = 12   # layers
+
+def _leaves(m): return [c for c in m.modules() if not list(c.children())]
 
 def _in_chain(m, name):
     "The blocks of a `nn.Sequential`"
     start = 0
     for i,(k,c) in enumerate(m.named_children()):
-        pools = any(isinstance(o, _pools) for o in c.modules())
-        if not _is_layer(c) or pools and _is_chain(c):
-            yield from _in_row(m, name, start, i)
-            yield from _find(c, _join(name, k))
-        elif pools: yield from _in_row(m, name, start, i+1)
-        else: continue
+        if _is_layer(c) and not (_is_chain(c) and len(_leaves(c))>_many): continue
+        yield from _in_row(m, name, start, i)
+        yield from _find(c, _join(name, k))
         start = i+1
     yield from _in_row(m, name, start, len(m))
 
 # %% ../../nbs/memory/checkpointing.ipynb #50cc8a2d
-_many = 12   # layers; the longest row of a VGG has 10
-
-def _leaves(m): return [c for c in m.modules() if not list(c.children())]
 def _in_place(m): return getattr(_leaves(m)[0], 'inplace', False)
 
 def _in_row(m, name, i, j):
     "The blocks of the layers `i` to `j` of `m`; of n that are many, about √n in each"
     while i<j and _in_place(m[i]): i += 1
     sizes = [len(_leaves(c)) for c in list(m)[i:j]]
-    most = sum(sizes)**.5 if sum(sizes)>_many else math.inf
+    is_all = not name and len(sizes)==len(m)   # the model is a plain chain, and one block would save nothing
+    most = sum(sizes)**.5 if is_all or sum(sizes)>_many else math.inf
     start = i
     size = 0   # layers of the block so far
     for k,n in enumerate(sizes, i+1):
@@ -259,8 +253,7 @@ def _check_apart(blocks):
     outer = {id(o):b for b in blocks for o in b.m.modules() if o is not b.m}
     for b in blocks:
         if id(b.m) not in outer: continue
-        where = outer[id(b.m)].name or 'the model'
-        raise ValueError(f"GradientCheckpointing: blocks overlap, since {b.name} is inside {where}; "
+        raise ValueError(f"GradientCheckpointing: blocks overlap, since {b} is inside {outer[id(b.m)]}; "
                          "keep one of them")
 
 # %% ../../nbs/memory/checkpointing.ipynb #5b16a2e7

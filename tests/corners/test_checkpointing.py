@@ -371,8 +371,10 @@ def test_refused():
     refuse(r'blocks overlap, since body.1.conv is inside body.1', lambda m: [m.body[1], m.body[1].conv])
     refuse(r'blocks overlap, since stem is inside the model', lambda m: lambda o: isinstance(o, (Net,nn.Sequential)))
     refuse(r'blocks selects no module of the model Net; pass blocks=\[...\]', lambda m: lambda o: False)
-    def mlp(): return nn.Sequential(nn.Flatten(), nn.Linear(3*256,8), nn.Tanh(), nn.Linear(8,3))
-    refuse(r'found no blocks in the model Sequential; pass blocks=\[...\], .* or blocks=f', make=mlp)
+    class Mlp(nn.Module):
+        def __init__(self): super().__init__(); self.a,self.b = nn.Linear(3*256,8),nn.Linear(8,3)
+        def forward(self, x): return self.b(self.a(x.flatten(1)).tanh())
+    refuse(r'found no blocks in the model Mlp; pass blocks=\[...\], .* or blocks=f', make=Mlp)
     def scripted():
         m = Net(); m.stem = torch.jit.script(m.stem); return m
     refuse('stem is scripted', make=scripted)
@@ -382,6 +384,9 @@ def test_compiled():
     def part():
         m = Net(); m.body[1].compile(); return m
     refuse('body.1 is compiled', make=part)
+
+class InPlaceNet(Net):
+    def forward(self, x): return super().forward(x.mul_(2))
 
 class InPlace(Odd):
     def forward(self, xs, extra): xs[0].mul_(2); return super().forward(xs, extra)
@@ -396,15 +401,30 @@ def test_in_place():
     assert is_clean(learn)
 
 names = dict(
-    resnet18='0[0:4] 0.4.0 0.4.1 0.5.0 0.5.1 0.6.0 0.6.1 0.7.0 0.7.1 1[1:9]',
-    xresnet18='[0:4] 4.0 4.1 5.0 5.1 6.0 6.1 7.0 7.1 [9:12]',
-    vgg='0.0[0:4] 0.0[4:8] 0.0[8:15] 0.0[15:22] 0.0[22:29] 1[1:9]',
+    resnet18='0[0:4] 0.4.0 0.4.1 0.5.0 0.5.1 0.6.0 0.6.1 0.7.0 0.7.1 model[1:2]',
+    xresnet18='model[0:4] 4.0 4.1 5.0 5.1 6.0 6.1 7.0 7.1 model[8:12]',
+    vgg='0.0[0:7] 0.0[7:14] 0.0[14:21] 0.0[21:28] model[1:2]',
     encoder='layers.layers.0 layers.layers.1 layers.layers.2',
     bert='m.bert.embeddings m.bert.encoder.layer.0 m.bert.encoder.layer.1 m.bert.pooler',
     gpt2='m.transformer.h.0 m.transformer.h.1')
 
 @pytest.mark.parametrize('arch', names)
 def test_find_blocks(arch): assert ' '.join(map(str, find_blocks(archs[arch][0]())))==names[arch]
+
+def plain(n): return nn.Sequential(*[nn.Linear(2,2) for _ in range(n)])
+
+@pytest.mark.parametrize('n,sizes', [(4,[2,2]), (9,[3,3,3]), (30,[6]*5)])
+def test_a_plain_chain_in_pieces(n, sizes):
+    "About √n layers in each, however short it is; a short row in a larger model is one block"
+    assert [len(b.ms) for b in find_blocks(plain(n))]==sizes
+    if n<12: assert [str(b) for b in find_blocks(nn.Sequential(Odd(), *plain(n)))]==['0',f'model[1:{n+1}]']
+
+def test_the_root_has_a_name():
+    model = plain(4)
+    assert str(Block('', model))=='the model' and str(find_blocks(model)[1])=='model[2:4]'
+    learn = get_learner(lambda: InPlaceNet(), odd[1]).gradient_checkpointing(risinstance(InPlaceNet))
+    with pytest.raises((ValueError,RuntimeError), match='GradientCheckpointing: the model changes its input in place'):
+        learn.fit(1)
 
 @pytest.mark.parametrize('arch', archs)
 def test_blocks_do_not_overlap(arch):

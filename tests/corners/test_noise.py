@@ -14,6 +14,7 @@ from fastai_accum.loop import in_charge
 from fastai_accum.loss import loss_weight
 from fastai_accum.know.check import *
 from fastai_accum.microbatch import *
+from fastai_accum.know.gradients import *
 from fastai_accum.know.noise import *
 from fastai_accum.know.unchanged import learner_state,unchanged
 from fastai_accum.patch import *
@@ -24,7 +25,7 @@ from fastai.text.data import LMDataLoader
 W = torch.tensor([1.,10.,3.]).double()
 
 class Stored(Callback):
-    "The gradient of each micro-batch from a copy of the model, that of the window, and what the optimizer divides by"
+    "The gradient of each micro-batch from a copy of the model, and that of the window"
     run_valid = False
     def before_fit(self): self.seen,self.sums = [],[]
     def after_loss(self):
@@ -38,36 +39,23 @@ class Stored(Callback):
                                      for p in model.parameters()]))
     def before_step(self):
         seen = [(w,gs) for w,gs in self.seen if w]
-        d = [self.divisor(p) for p in self.model.parameters()]
         total = sum(w for w,_ in seen)
         cols = [[g for g in col if g is not None] for col in zip(*(gs for _,gs in seen))]
         mean = [sum(w*g for w,g in col)/total for col in ([(w,gs[i]) for w,gs in seen if gs[i] is not None]
-                                                          for i in range(len(d)))]
-        dots = lambda gs, pre: sum((g*g/(k if pre else 1)).sum().item() for g,k in zip(gs,
-            d) if g is not None and torch.is_tensor(g))
-        pre = all(k is not None for k in d)
-        row = [len(seen), total, sum(w*dots(gs, False) for w,gs in seen), dots(mean, False)]
-        self.sums.append(row + ([sum(w*dots(gs, True) for w,gs in seen), dots(mean, True)] if pre else [math.nan]*2))
+                                                          for i in range(len(self.seen[0][1])))]
+        dots = lambda gs: sum((g*g).sum().item() for g in gs if torch.is_tensor(g))
+        self.sums.append([len(seen), total, sum(w*dots(gs) for w,gs in seen), dots(mean)])
         self.seen = []
-    def divisor(self, p):
-        opt = self.learn.opt
-        state,h = getattr(opt, 'opt', opt).state.get(p, {}),opt.hypers[-1]
-        if 'square_avg' in state: return state['square_avg'].sqrt()+h['eps']
-        v = state.get('sqr_avg', state.get('exp_avg_sq'))
-        if v is None: return None
-        return ((v/(1-h['sqr_mom']**float(state['step'])) if 'step' in state else v).sqrt()+h['eps']).double()
 
-def recorded(*cbs, loss=None, n=92, bs=8, preconditioned=False, model=None, fit=None, dls=None, n_cols=4, tol=TOL,
-             **kwargs):
+def recorded(*cbs, loss=None, n=92, bs=8, model=None, fit=None, dls=None, **kwargs):
     "Fit with `NoiseScale`, and compare its sums with those of stored gradients"
-    learn = make_learner(dls or make_dls(n, bs), model, loss, cbs=[*cbs, NoiseScale(preconditioned), Stored()],
-                         **kwargs)
+    learn = make_learner(dls or make_dls(n, bs), model, loss, cbs=[*cbs, NoiseScale(), Stored()], **kwargs)
     (fit or (lambda l: l.fit(2)))(learn)
     df = learn.gradient_noise.windows
-    ours = df['n weight sum_sq mean_sq pre_sum_sq pre_mean_sq'.split()].values
+    ours = df['n weight sum_sq mean_sq'.split()].values
     exact = np.array([o for o in learn.stored.sums if o[0]>1])
-    err = rel(torch.tensor(ours[:,:n_cols]), torch.tensor(exact[:,:n_cols]))
-    assert len(ours)>3 and err[0]<=tol, err
+    err = rel(torch.tensor(ours), torch.tensor(exact))
+    assert len(ours)>3 and err[0]<=TOL, err
     assert not any(p._backward_hooks for p in learn.model.parameters())
     return learn
 
@@ -123,20 +111,6 @@ def test_sums(name, recwarn):
     recorded(*[deepcopy(o) for o in kw.pop('cbs')], **kw)
     assert not [o for o in recwarn if 'NoiseScale' in str(o.message)]
 
-@pytest.mark.parametrize('opt', [Adam, RAdam, QHAdam, Lamb, RMSProp, ranger,
-                                 partial(OptimWrapper, opt=torch.optim.AdamW),
-                                 partial(OptimWrapper, opt=torch.optim.RMSprop)],
-    ids=lambda o: getattr(o, '__name__', None) or str(o.keywords['opt'].__name__))
-def test_preconditioned(opt):
-    "From the second step on, the squares are weighted as the optimizer weights them"
-    learn = recorded(AccumulateStep(4), opt_func=opt, dls=uneven(), preconditioned=True, n_cols=6)
-    assert learn.gradient_noise.windows.pre_sum_sq.isna().tolist()==[True]+[False]*(len(learn.stored.sums)-1)
-    assert isinstance(learn.gradient_noise.result().preconditioned, Noise)
-
-def test_not_adaptive():
-    learn = recorded(AccumulateStep(4), opt_func=SGD, preconditioned=True, n_cols=6)
-    assert learn.gradient_noise.result().preconditioned is None
-
 def test_frozen():
     "Only what the optimizer steps is measured: a frozen layer is not there, and back after it is unfrozen"
     learn = make_learner(make_dls(92, 8), cbs=[AccumulateStep(4), NoiseScale()], opt_func=partial(SGD, mom=0))
@@ -153,7 +127,7 @@ def test_frozen():
 
 def test_training_is_the_same():
     a,b = (make_learner(make_dls(92, 8), cbs=[AccumulateStep(4), GradientClip(.1), *cbs])
-           for cbs in ([NoiseScale(True)], []))
+           for cbs in ([NoiseScale()], []))
     for l in (a,b): l.fit_one_cycle(2)
     assert worst(a, b)[0]==0
 
@@ -251,11 +225,13 @@ def test_two_backward_passes():
         if cb.learn.iter==1: (sum(p.square().sum() for p in cb.model.parameters())).backward()
     for event in 'before_backward','after_backward','after_loss':
         cb = Callback(**{event:lambda cb: penalty(cb) if cb.training else None})
-        warned(cb, match='more than one gradient in a micro-batch', n_windows=2)
+        warned(cb, match='two gradients of a parameter', n_windows=2)
 
 def test_no_window_of_two():
-    with pytest.warns(UserWarning, match='no window had two micro-batches; use n_step=2 or more'):
-        make_learner(make_dls(96, 8), cbs=[AccumulateStep(1), NoiseScale()]).fit(1)
+    learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(1), NoiseScale()])
+    learn.fit(1)
+    for ask in learn.gradient_noise.result,learn.gradient_noise.plot:
+        with pytest.raises(ValueError, match='NoiseScale: nothing was measured.*take n_step=2 or more'): ask()
 
 def test_one_in_the_tail(recwarn):
     learn = recorded(AccumulateStep(4, drop_last=False), n=104, dls=make_dls(104, 8))
@@ -301,11 +277,9 @@ def test_bad_arguments():
     for kw in dict(n_step=1), dict(n_step=2.), dict(num_it=True), dict(num_it=1):
         with pytest.raises(ValueError, match=f'noise_scale: {first(kw)} must be an int of at least 2, got '):
             learn.noise_scale(**kw)
-    msg = 'noise_scale: n_step=99 is more than the 12 batches of an epoch; pass n_step=2 to 12'
+    msg = 'noise_scale: n_step=99 is more than the 12 batches of an epoch; pass an n_step of at most 12'
     with pytest.raises(ValueError, match=msg):
         learn.noise_scale(n_step=99)
-    with pytest.raises(ValueError, match="NoiseScale: preconditioned must be True or False, got 'yes'"):
-        NoiseScale('yes')
     assert learn.opt is None and len(learn.spy.steps if hasattr(learn.spy, 'steps') else [])==0
 
 def test_keeps_off(tmp_path):
@@ -339,14 +313,14 @@ def test_syncs(monkeypatch):
         old = getattr(Tensor, name)
         def ask(self, *args, old=old, name=name): asked.append(name) if inside else None; return old(self, *args)
         monkeypatch.setattr(Tensor, name, ask)
-    inside,real = [],{k:getattr(NoiseScale, k) for k in ('before_batch','after_backward','before_step','arrive')}
-    for k,f in real.items():
-        def within(self, *args, f=f):
+    inside,real = [],[(NoiseScale,k) for k in ('before_batch','after_backward','before_step')]+[(Sums,'arrive')]
+    for cls,k in real:
+        def within(self, *args, f=getattr(cls, k)):
             inside.append(1)
             try: return f(self, *args)
             finally: inside.pop()
-        monkeypatch.setattr(NoiseScale, k, within)
-    learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(4), NoiseScale(True), OnCpu()])
+        monkeypatch.setattr(cls, k, within)
+    learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(4), NoiseScale(), OnCpu()])
     learn.fit(3)
     monkeypatch.undo()
     assert not asked and len(learn.gradient_noise.windows)==9
@@ -676,7 +650,7 @@ def test_one_note_on_batch_norm(act, capsys):
 
 def test_reads_no_private_attributes():
     "Neither module reads an attribute of another object that begins with an underscore"
-    for name in 'noise','unchanged':
+    for name in 'noise','gradients','unchanged':
         src = (Path(fastai_accum.__file__).parent/'know'/f'{name}.py').read_text()
         found = set(re.findall(r'\.(_[a-z]\w*)', src))-{'_stateattrs'}
         assert not found, found
@@ -694,20 +668,22 @@ def test_not_measurable(capsys):
     assert math.isnan(res.scale) and math.isnan(res.low) and math.isnan(res.high) and res.noise>0
 
 def test_plots():
+    "The line is smoothed with `beta`, or the mean so far; the last one is the estimate, and lines mark the batches"
     import matplotlib.pyplot as plt
-    learn = make_learner(make_dls(92, 8), cbs=[AccumulateStep(2), NoiseScale(True)], metrics=accuracy)
+    learn = make_learner(make_dls(92, 8), cbs=[AccumulateStep(2), NoiseScale()], metrics=accuracy)
     learn.fit(4)
     learn.gradient_noise.plot()
-    line,pre = plt.gca().lines
+    line, = plt.gca().lines
     df = learn.gradient_noise.windows
     s,g = unbiased(df.n, df.weight, df.sum_sq, df.mean_sq)
     def avg(v, k): return sum(.02*.98**(k-i)*o for i,o in enumerate(v[:k+1]))/(1-.98**(k+1))
     for k in (0,3,len(df)-1):
         y = line.get_ydata()[k]
         assert np.isnan(y) if avg(g, k)<=0 else y==pytest.approx(avg(s, k)/avg(g, k))
-    assert len(pre.get_ydata())==len(df)-1
-    res = learn.noise_scale(num_it=12, n_step=2)
-    assert plt.gca().lines[0].get_ydata()[-1]==pytest.approx(res.scale, nan_ok=True)
+    res = sure_learner(8).noise_scale(n_step=4, num_it=40)
+    line,now,suggested = plt.gca().lines
+    assert line.get_ydata()[-1]==pytest.approx(res.scale)
+    assert now.get_ydata()[0]==8 and suggested.get_ydata()[0]==8*res.n_step
     plt.close('all')
 
 # Several processes
@@ -786,7 +762,7 @@ def test_order_of_a_sampler(idxs):
     assert idxs.tolist()==was
 
 def test_loaders_of_few_batches():
-    with pytest.raises(ValueError, match='n_step=8 is more than the 5 batches of an epoch; pass n_step=2 to 5'):
+    with pytest.raises(ValueError, match='n_step=8 is more than the 5 batches of an epoch; pass an n_step of at most 5'):
         make_learner(make_dls(40, 8)).noise_scale()
     with pytest.raises(ValueError, match='lower the batch size of the loader'):
         make_learner(make_dls(8, 8)).noise_scale(n_step=2)

@@ -299,7 +299,7 @@ def search(page, words):
     return page.evaluate("[...document.querySelectorAll('.search-result')].map(o => o.getAttribute('href'))")
 
 SEARCHES = [
-    ('out of memory', 'howto/memory.html'), ('CUDA out of memory', 'howto/memory.html'),
+    ('out of memory', 'know/what_fits.html'), ('CUDA out of memory', 'know/what_fits.html'),
     ('Ctrl-C', 'questions.html#what-is-left-after-ctrl-c'), ('batch norm', 'tutorials/batchnorm.html'),
     ('texts', 'tutorials/text'), ('loss is NaN', 'extras/skip.html'),
     ('gradient clipping', 'questions.html#how-do-i-clip-gradients'), ('several GPUs', 'tutorials/several_gpus.html'),
@@ -322,7 +322,7 @@ def test_search_in_a_folder(page, root):
     page.goto(root+'extras/skip.html', wait_until='load')
     search(page, 'out of memory')
     page.press('input[type=search]', 'Enter')
-    page.wait_for_url('**/howto/memory.html')
+    page.wait_for_url('**/know/what_fits.html')
 
 @on_site
 @pytest.mark.parametrize('scheme', ['light','dark'])
