@@ -11,11 +11,11 @@ __all__ = ['NoiseScale']
 from contextlib import contextmanager
 from fastai.basics import *
 from matplotlib.ticker import LogFormatter
-from torch.nn.modules.batchnorm import _BatchNorm
 from ..core import AccumulateStep,in_charge
 from .gradients import Noise,Sums,ratio_interval,unbiased
 from .unchanged import Trial,unchanged
 from ..microbatch import MicroBatch
+from ..private import AnyBatchNorm
 from ..patch import accumulation_settings
 from ..refusals import as_line,check_count,check_learner,is_validation
 
@@ -79,7 +79,7 @@ def before_fit(self:NoiseScale):
 def around_batches(self:NoiseScale, learn):
     "Listen to the parameters of the optimizer while an epoch trains"
     if not learn.training or not self.is_training(): yield; return
-    has_norm = any(isinstance(m, _BatchNorm) and m.training for m in learn.model.modules())
+    has_norm = any(isinstance(m, AnyBatchNorm) and m.training for m in learn.model.modules())
     if has_norm and not self.rows:
         self.warn("the model has batch norm, which sees one micro-batch at a time; this biases the "
                   "noise scale; use BatchNormEval() or to_group_norm(model)")
