@@ -29,9 +29,8 @@ from ..refusals import NotProved,as_line,check_count
 from ..slices import Refused,join,leaves,slices,tree_map
 from ..windows import n_of
 from ..guard import forget_failed
-from .trial import Given
 from ..status import has_bar
-from .unchanged import Trial,unchanged
+from .unchanged import Given,Trial,unchanged
 
 # %% ../../nbs/inside/what_fits.ipynb #6a28d069
 def peak_bytes(f, device=torch.device('cpu')):

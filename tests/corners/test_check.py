@@ -12,7 +12,8 @@ from fastai_accum.all import *
 from fastai_accum.know.check import *
 from fastai_accum.state import State
 from fastai_accum.patch import accumulation_settings
-from fastai_accum.know.compare import tol
+
+tol = 1e-8   # rounding in float64 is smaller
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]/'benchmarks'))
 from common import peak_bytes
