@@ -3,7 +3,7 @@ BIN    ?= .venv/bin
 DEMO   := $(dir $(BIN)).demo
 READY  := $(dir $(BIN)).installed
 
-.PHONY: help demo test test-all test-fresh works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-checkpointing bench-memory bench-proof bench-noise what-fits bench-gpu proved size clean
+.PHONY: help demo test test-all test-fresh works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-cost bench-drift bench-checkpointing bench-memory bench-proof bench-noise what-fits bench-gpu proved size clean
 
 help: ## One line for each command
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -32,10 +32,10 @@ test-all: $(READY) ## Every notebook and every test, with those of the corners
 test-fresh: $(READY) ## The wheel and its first example, in fresh environments of Python 3.11 to 3.13 (downloads 6 GB for each)
 	FRESH=1 $(BIN)/python -m pytest -v tests/corners/test_packaging.py -k fresh
 
-works: $(READY) ## Measure what the page "Works with" shows, with the optional packages
+works: $(READY) ## Measure what the pages "Works with" and "What we tested" show, with the optional packages
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/corners -m row --works-with tests/works_with.json
-	$(BIN)/nbdev-test --save nbs/works_with.ipynb
+	for f in works_with tested; do $(BIN)/nbdev-test --save nbs/$$f.ipynb || exit; done
 	$(BIN)/nbdev-clean
 
 docs: $(READY) ## The site, in _docs
@@ -53,6 +53,16 @@ bench-microbatch: $(READY) ## What cutting a batch costs in time and saves in me
 bench-wholebatch: $(READY) ## What the ways to keep the whole batch cost in time
 	$(BIN)/python benchmarks/wholebatch.py
 
+bench-cost: $(READY) ## What the package adds to a loop by hand, and what fewer steps save (fifteen minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/cost.py --save
+	$(BIN)/nbdev-test --save nbs/index.ipynb
+	$(BIN)/nbdev-clean
+
+bench-drift: $(READY) ## How far half precision takes exact slices from the large batch, in 50 steps
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/drift.py --save
+	$(BIN)/nbdev-test --save nbs/works_with.ipynb
+	$(BIN)/nbdev-clean
+
 bench-checkpointing: $(READY) ## What recomputing blocks costs in time, for common architectures
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
 	$(BIN)/python benchmarks/checkpointing.py
@@ -60,13 +70,13 @@ bench-checkpointing: $(READY) ## What recomputing blocks costs in time, for comm
 bench-memory: $(READY) ## What each way takes in memory, and how exact it is, on an accelerator or on the simulated one (an hour)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/memory.py --save
-	for f in works_with index howto/memory memory/checkpointing memory/offload; do $(BIN)/nbdev-test --save nbs/$$f.ipynb || exit; done
+	for f in tested index howto/memory memory/checkpointing memory/offload; do $(BIN)/nbdev-test --save nbs/$$f.ipynb || exit; done
 	$(BIN)/nbdev-clean
 
 bench-proof: $(READY) ## What the proof before the first step costs (five minutes)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/proof.py --save
-	$(BIN)/nbdev-test --save nbs/know/prove.ipynb
+	$(BIN)/nbdev-test --save nbs/tutorials/proof.ipynb
 	$(BIN)/nbdev-clean
 
 bench-noise: $(READY) ## What measuring the noise of gradients costs in time

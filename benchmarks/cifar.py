@@ -14,6 +14,12 @@ from fastai.callback.schedule import ParamScheduler
 from fastai.callback.training import GradientAccumulation
 from fastai_accum.all import *
 
+def slow_statistics(model, n_step):
+    "Let `n_step` updates of the running statistics leave the share of the old values that one leaves now"
+    for m in model.modules():
+        if isinstance(m, nn.modules.batchnorm._BatchNorm): m.momentum = 1-(1-m.momentum)**(1/n_step)
+    return model
+
 EPOCHS,LR = 4,3e-3
 
 def conv(ni, nf, ks=3, stride=1): return nn.Conv2d(ni, nf, ks, stride, ks//2, bias=False),nn.BatchNorm2d(nf)
@@ -50,16 +56,16 @@ class LateSchedule(Callback):
 arms = {
     '32':                         dict(bs=32),
     '8 × 4':                      dict(bs=8, cbs=lambda: AccumulateStep(4)),
-    '8 × 4, momentum':            dict(bs=8, cbs=lambda: AccumulateStep(4), change=partial(scale_bn_momentum, n_step=4)),
+    '8 × 4, momentum':            dict(bs=8, cbs=lambda: AccumulateStep(4), change=partial(slow_statistics, n_step=4)),
     '32, late schedule':          dict(bs=32, cbs=LateSchedule),
     '32, last window dropped':    dict(bs=32, drop_last=True),
     'GradientAccumulation':       dict(bs=8, cbs=lambda: GradientAccumulation(32)),
     '4 × 8':                      dict(bs=4, cbs=lambda: AccumulateStep(8)),
     '2 × 16':                     dict(bs=2, cbs=lambda: AccumulateStep(16)),
-    '2 × 16, momentum':           dict(bs=2, cbs=lambda: AccumulateStep(16), change=partial(scale_bn_momentum, n_step=16)),
+    '2 × 16, momentum':           dict(bs=2, cbs=lambda: AccumulateStep(16), change=partial(slow_statistics, n_step=16)),
     'constant lr, 32':            dict(bs=32, fit=Learner.fit),
     'constant lr, 8 × 4':         dict(bs=8, cbs=lambda: AccumulateStep(4), fit=Learner.fit),
-    'constant lr, 8 × 4, momentum': dict(bs=8, cbs=lambda: AccumulateStep(4), change=partial(scale_bn_momentum, n_step=4), fit=Learner.fit),
+    'constant lr, 8 × 4, momentum': dict(bs=8, cbs=lambda: AccumulateStep(4), change=partial(slow_statistics, n_step=4), fit=Learner.fit),
     'group norm, 32':             dict(bs=32, change=to_group_norm),
     'group norm, 8 × 4':          dict(bs=8, cbs=lambda: AccumulateStep(4), change=to_group_norm),
     'no norm, clipped, 32':       dict(bs=32, cbs=lambda: AdaptiveGradientClip(), change=no_norm),

@@ -8,7 +8,8 @@ Docs: https://fastai-accum.github.io/fastai_accum/index.html.md"""
 __all__ = []
 
 # %% ../nbs/index.ipynb #cae9a1f5
-import inspect,linecache,re
+import inspect
+from fastcore.docments import docments
 from fastai.learner import Learner
 from fastai_accum import core,patch,microbatch
 from fastai_accum.extras import batchnorm,clip,skip,precision
@@ -32,27 +33,14 @@ __all__ = ['loss_weight', *core.__all__, *patch.__all__, *microbatch.__all__, *b
            'NoiseScale', 'GradientCheckpointing', 'OffloadActivations']
 
 # %% ../nbs/index.ipynb #7e674d26
-def _comments(f):
-    "What the source of `f` says about each of its arguments, and about those that it passes on"
-    f = inspect.unwrap(f)
-    if not inspect.isfunction(f): return {}
-    source = ''.join(linecache.getlines(f.__code__.co_filename)[f.__code__.co_firstlineno-1:])
-    head = re.match(r'(?:\s*@.*\n)*\s*def \w+\(.*\n((?: +\S.*\n)*?) *\)', source)
-    own = dict(re.findall(r'^ *\**(\w+)\b.*?# (.*)', head[1], flags=re.M)) if head else {}
-    passed_on = getattr(f, '__delwrap__', None)
-    return {**_comments(passed_on), **own} if passed_on else own
-
 def _explain(o):
-    "Add the arguments of `o` to its docstring, since `help` and `?` show no comments"
-    f = o.__init__ if isinstance(o, type) else o
-    said = _comments(f)
-    args = [a.replace(annotation=a.empty) for a in inspect.signature(f).parameters.values() if a.name in said]
-    lines = ''.join(f'\n    {a}: {said[a.name]}' for a in args if a.name!='self')
+    "Add the comments of the arguments of `o` to its docstring, since `help` and `?` show no comments"
+    said = docments(inspect.unwrap(o.__init__ if isinstance(o, type) else o), full=True)
+    lines = [f"    {k}{'' if v.default is inspect._empty else f'={v.default!r}'}: {v.docment}"
+             for k,v in said.items() if v.docment and k not in ('self','return')]
     doc = inspect.getdoc(o).partition('\n\nArguments:')[0]   # also if this cell runs again
-    if lines: o.__doc__ = f'{doc}\n\nArguments:{lines}'
-
+    if lines: o.__doc__ = '\n'.join([doc, '\nArguments:', *lines])
 
 # %% ../nbs/index.ipynb #25cbaaff
 for _o in [*map(globals().get, __all__), *vars(Learner).values()]:
     if getattr(_o, '__module__', '').startswith('fastai_accum') and _o.__doc__: _explain(_o)
-

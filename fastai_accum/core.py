@@ -16,7 +16,7 @@ from itertools import chain
 from fastai.basics import *
 from fastai.learner import replacing_yield
 from .loss import loss_reduction,loss_weight,sums_by_nature
-from .processes import processes
+from .processes import in_a_fit,processes
 from .refusals import *
 from .replace import lent,take_back
 from .windows import Windows,n_of
@@ -91,6 +91,38 @@ def accumulate(self:Learner,
     https://fastai-accum.github.io/fastai_accum/core.html"""
     cb = AccumulateStep(n_step, **kwargs)
     return self.remove_cbs(self.cbs.filter(risinstance(AccumulateStep))).add_cb(cb)
+
+# %% ../nbs/core.ipynb #85b32a1e
+if not hasattr(defaults, 'accumulation'): defaults.accumulation = [SimpleNamespace(kwargs=None)]
+
+def accumulation_settings():
+    "The arguments of the `AccumulateStep` that each fit of each learner gets, or `None`"
+    return defaults.accumulation[-1].kwargs
+
+def is_added(learn, cbs=()):
+    "Whether a fit with the callbacks `cbs` adds an `AccumulateStep` to `learn`"
+    kinds = [o if isinstance(o, type) else type(o) for o in (*learn.cbs,*cbs)]
+    has_own = any(makes_windows(o) and not o.cuts for o in kinds)
+    return bool(accumulation_settings()) and not has_own
+
+# %% ../nbs/core.ipynb #14905154
+@patch
+def n_steps(self:Learner,
+    n_epoch:int=1 # Epochs of the fit
+)->int:
+    """How many steps the optimizer will make in a fit, for a scheduler of your own
+
+    Example: `OneCycleLR(opt, max_lr=.1, total_steps=learn.n_steps(5))` before `learn.fit(5)`.
+    https://fastai-accum.github.io/fastai_accum/core.html"""
+    n_epoch = check_count('n_steps', 'n_epoch', n_epoch)
+    dl,n_procs = in_a_fit(self)
+    acc = AccumulateStep(**accumulation_settings()) if is_added(self) else in_charge(self)
+    if acc is None: return n_epoch*len(dl)
+    fit = SimpleNamespace(dls=self.dls, n_epoch=n_epoch)
+    plans = [acc.windows(fit, dl, i, n_procs).ends for i in range(n_epoch)]
+    if None not in plans: return sum(map(len, plans))
+    raise ValueError("n_steps: the loader has no batch size, so nobody knows how many batches "
+                     f"{acc!r} puts in a window; use n_step")
 
 # %% ../nbs/core.ipynb #89ce312a
 @patch(as_prop=True)

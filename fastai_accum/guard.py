@@ -15,7 +15,7 @@ from fastai.basics import *
 from .devices import has_float64
 from .proof import NotTried,Proof,Trial,Unsteady,Way,compare
 from .refusals import NotProved
-from .rows import first_difference,operations
+from .rows import Does,first_difference
 from .slices import NotPossible,Refused,is_floating,join,leaves,n_rows,slices,tree_map
 from .state import modes
 from .status import Status
@@ -28,6 +28,7 @@ def guard(cb, learn, xb):
     cbs = [o for o in learn.cbs.sorted('order') if hasattr(type(o), 'way')]
     def ways(size=2): return [w for w in (o.way(learn, size) for o in cbs) if w]
     model,way = get_model(learn.model),cb.way(learn)
+    does = Does(model)
     tried = _tried.setdefault(model, [])
     able = {id(p) for p in model.parameters() if p.requires_grad}
     key = repr(([w.settings for w in ways()], [(o.ndim,o.dtype) for _,o in leaves(xb)], modes(model)))
@@ -35,11 +36,11 @@ def guard(cb, learn, xb):
     if way.parts:
         parts = way.parts(xb)
         sizes = repr((key, [n_rows(o) for o in parts] if not way.split else len(parts)))
-        if not is_tried(sizes): check_rows(way, model, xb, parts)
+        if not is_tried(sizes): check_rows(way, does, xb, parts)
         tried.append((sizes, able, True))
     if is_tried(key): return
     if learn.opt: able |= {id(p) for p,*_ in learn.opt.all_params()}   # after `unfreeze`, too
-    found = tell_proof(way, learn, partial(first_proof, model, ways, xb, learn.yb, able, is_alone=learn.model is model))
+    found = tell_proof(way, learn, partial(first_proof, does, ways, xb, learn.yb, able, is_alone=learn.model is model))
     if isinstance(found, Proof) and (found.raised or found.differs): refuse(way, model, found)
     if isinstance(found, NotTried) and way.unproved: refuse_unproved(way, found)
     tried.append((key, able, isinstance(found, Proof)))
@@ -58,6 +59,7 @@ def few_samples(b, cut=slices, unit=1):
         if more>1: b = join([b]*more, [n]*more)
         *few,last = [cut(b, k)[0] for k in sizes]
     except ValueError: return [b]*3
+    if not any(is_floating(o) for _,o in leaves(last)): return few   # such as texts, of another size only
     return [*few, tree_map(_larger, last)]   # so that a branch on the size of a value shows
 
 def _larger(o): return o*4 if is_floating(o) else o
@@ -72,30 +74,30 @@ def smaller(b):
     return tree_map(part, b)
 
 # %% ../nbs/guard.ipynb #09e8b2c6
-def tries(model, ways, xb, few, split, size, double):
+def tries(does, ways, xb, few, split, size, double):
     "What to try: the unit of samples, the batches, and whether in float64"
     looks = any(w.parts for w in ways)   # whether the number of samples matters
     def cuts(unit): return [few(unit=unit)] if split else [smaller(few(unit=unit)),few(unit=unit)]
-    units = [1]*(not looks or does_the_same(model, xb, few()[1])) + [size]*bool(size and not split)
+    units = [1]*(not looks or does_the_same(does, xb, few()[1])) + [size]*bool(size and not split)
     for is_double in (True,False) if double else (False,):
         for unit in units:
             for batches in cuts(unit): yield unit,batches,is_double
 
-def does_the_same(model, xb, few):
+def does_the_same(does, xb, few):
     "Whether three samples say something of the batch `xb`"
-    whole,own = operations(model, xb),operations(model, few[:len(xb)])
+    whole,own = does(xb),does(few[:len(xb)])
     return not whole or bool(own) and whole.names==own.names
 
 # %% ../nbs/guard.ipynb #8b7e2b99
-def first_proof(model, ways, xb, yb, able, tick, is_alone):
+def first_proof(does, ways, xb, yb, able, tick, is_alone):
     "The `Proof` on the first batches on which it does not fail"
     split,size = (first(getattr(w, k) for w in ways() if getattr(w, k)) for k in ('split','size'))
     b = *xb,*yb
     if not split: b = *xb,leaves(b)[0][1]   # something with a row for each sample, if the inputs are texts
-    few = partial(few_samples, b, split or slices)
+    few,model = partial(few_samples, b, split or slices),does.model
     double = is_alone and has_float64(next(model.parameters()).device)
     blind = any(w.blind for w in ways())
-    for unit,batches,is_double in tries(model, ways(), xb, few, split, size, double):
+    for unit,batches,is_double in tries(does, ways(), xb, few, split, size, double):
         try:
             trial = Trial(model, batches, len(xb), able, is_double, blind, tick)
             found = compare(trial, ways(2*unit if unit==1 else unit))
@@ -129,10 +131,10 @@ def refuse_unproved(way, found):
     raise Refused(f"{_not_tried(way, found)}, and {_unknown}. To train without the proof, write {way.unproved}") from found
 
 # %% ../nbs/guard.ipynb #716a9e33
-def check_rows(way, model, xb, parts):
+def check_rows(way, does, xb, parts):
     "Refuse a model that does something else with a slice than with the batch"
     for part in {n_rows(o):o for o in parts if way.split is None and n_rows(o)>1}.values():
-        if not (found := first_difference(model, xb, part)): continue
+        if not (found := first_difference(does, xb, part)): continue
         raise Refused(f"{way.who} is not possible: the model does something else with {n_rows(part)} samples than with "
                       f"{n_rows(xb)}, in {found}. Leave {way.leave}, or write {' or '.join(way.instead)} in its place")
 

@@ -13,7 +13,7 @@ from fastai.basics import *
 from .core import WindowCallback,clear_gradients
 from .processes import Alone,processes
 from .refusals import *
-from .exact.whole import Exact
+from .exact.whole import Exact,refuse_long
 from .memory.checkpointing import find_blocks
 from .guard import guard
 from .proof import Way
@@ -91,6 +91,7 @@ def begin(self:MicroBatch):
     if is_validation(learn): return
     self.warned = False
     if self.shows_whole: refuse_lazy('MicroBatch', learn.model)
+    if self.exact: refuse_long(learn.model, getattr(learn.dls.train, 'res', ()))   # of a loader that sorts texts
     if hasattr(get_model(learn.model), 'reset') and not Hidden(learn.model).ms:
         raise ValueError("MicroBatch: the model has a reset(), so it carries a state from batch to "
                          "batch, and only that of AWD-LSTM can be cut; use a smaller batch size in "

@@ -10,15 +10,7 @@ __all__ = ['turn_on_accumulation', 'turn_off_accumulation', 'accumulation']
 # %% ../nbs/patch.ipynb #ba1ae54a
 from functools import wraps
 from fastai.basics import *
-from .core import AccumulateStep
-from .refusals import makes_windows
-
-# %% ../nbs/patch.ipynb #a81f9530
-if not hasattr(defaults, 'accumulation'): defaults.accumulation = [SimpleNamespace(kwargs=None)]
-
-def accumulation_settings():
-    "The arguments of the `AccumulateStep` that each fit of each learner gets, or `None`"
-    return defaults.accumulation[-1].kwargs
+from .core import AccumulateStep,accumulation_settings,is_added
 
 # %% ../nbs/patch.ipynb #cdb0e41a
 @delegates(AccumulateStep)
@@ -70,11 +62,9 @@ _fastais = getattr(Learner.fit, 'fastais', Learner.fit)   # also if this cell ru
 @patch_to(Learner)
 @wraps(_fastais)
 def fit(self, n_epoch, lr=None, wd=None, cbs=None, *args, **kwargs):
-    settings,cbs = accumulation_settings(),L(cbs)
-    kinds = [o if isinstance(o, type) else type(o) for o in L(*self.cbs, *cbs)]
-    has_own = any(makes_windows(o) and not o.cuts for o in kinds)
-    if not settings or has_own: return _fastais(self, n_epoch, lr, wd, cbs, *args, **kwargs)
-    acc = _OfOneFit(**settings)
+    cbs = L(cbs)
+    if not is_added(self, cbs): return _fastais(self, n_epoch, lr, wd, cbs, *args, **kwargs)
+    acc = _OfOneFit(**accumulation_settings())
     try: return _fastais(self, n_epoch, lr, wd, cbs+[acc], *args, **kwargs)
     finally: self.accumulate_step = acc   # fastai has removed it; keep it for its counts
 Learner.fit.fastais = _fastais

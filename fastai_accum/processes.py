@@ -8,10 +8,12 @@ Docs: https://fastai-accum.github.io/fastai_accum/processes.html.md"""
 __all__ = ['Alone', 'Stopped', 'Replicas', 'buckets', 'processes']
 
 # %% ../nbs/processes.ipynb #27779e52
+import sys
 from contextlib import nullcontext,suppress
 from fastai.basics import *
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
+from .refusals import is_a
 from .replace import lent
 
 # %% ../nbs/processes.ipynb #132993d2
@@ -119,3 +121,12 @@ def processes(
             raise ValueError(f"AccumulateStep: the model, or a part of it, is in {name}, so its gradients cannot be "
                              "added up once per window; put the whole model in DistributedDataParallel")
     return Alone()
+
+# %% ../nbs/processes.ipynb #f336ae95
+def in_a_fit(learn):
+    "The training loader and the number of processes that a fit of `learn` has"
+    dl,n = learn.dls.train,processes(learn.model).n
+    is_to_come = num_distrib()>1 and any(is_a(o, 'DistributedTrainer') for o in learn.cbs)
+    if n>1 or not is_to_come: return dl,n
+    if not is_a(dl, 'DistributedDL'): dl = sys.modules['fastai.distributed'].DistributedDL(dl)
+    return dl,num_distrib()

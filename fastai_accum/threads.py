@@ -83,8 +83,9 @@ def abandon(self:Waiting):
 
 @patch
 def close(self:Waiting):
-    "Wait for the end of the thread"
-    with suppress(RuntimeError): self.thread.join()   # one that has not begun ends by itself
+    "Wait for the end of the thread; Ctrl-C, pressed again, must not leave it behind"
+    while self.thread.is_alive():
+        with suppress(KeyboardInterrupt): self.thread.join()
     self.f = self.result = None
 
 # %% ../nbs/threads.ipynb #a293ee2d

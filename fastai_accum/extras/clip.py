@@ -1,4 +1,4 @@
-"""Clip the gradient of each unit by the size of its own weights
+"""The module behind `AdaptiveGradientClip`: one norm for each unit, and the clipping of a window
 
 Docs: https://fastai-accum.github.io/fastai_accum/extras/clip.html.md"""
 
@@ -29,7 +29,7 @@ def clip_grad_adaptive_(
     """Scale down, in place, the gradients that are too large for their weights (Brock et al., 2021)
 
     Example: `clip_grad_adaptive_(model.parameters(), 0.01)`, just before `opt.step()`.
-    https://fastai-accum.github.io/fastai_accum/extras/clip.html"""
+    https://fastai-accum.github.io/fastai_accum/extras.html#clip-each-unit"""
     for p in params:
         if p.grad is None: continue
         most = unitwise_norm(p).clamp(min=eps)*clip_factor
@@ -40,7 +40,7 @@ class AdaptiveGradientClip(Callback):
     """Clip the gradient of each unit by the norm of its weights, once for each optimizer step
 
     Example: `cbs=[AccumulateStep(4), AdaptiveGradientClip(0.01)]`.
-    https://fastai-accum.github.io/fastai_accum/extras/clip.html"""
+    https://fastai-accum.github.io/fastai_accum/extras.html#clip-each-unit"""
     # as `GradientClip`, which we do not import: its module adds a progress bar to every `Learner`
     order = 11
     def __init__(self,

@@ -1,4 +1,4 @@
-"""Sum the gradients of a window in float32, even if the parameters are float16 or bfloat16
+"""The module behind `GradAccumDtype`, and how much more exact its sums are
 
 Docs: https://fastai-accum.github.io/fastai_accum/extras/precision.html.md"""
 
@@ -20,7 +20,7 @@ class GradAccumDtype(Callback):
 
     Example: `cbs=[AccumulateStep(4), GradAccumDtype()]`, for a model in bfloat16 or float16.
     It takes the memory of one copy of the gradients in `dtype`.
-    https://fastai-accum.github.io/fastai_accum/extras/precision.html"""
+    https://fastai-accum.github.io/fastai_accum/extras.html#sums-in-float32"""
     order = -math.inf                  # so all other callbacks see complete gradients
     run_valid = False
     win = sums = None                  # the window, and the sums of its gradients

@@ -1,4 +1,4 @@
-"""Leave out a micro-batch whose loss is NaN or infinite, and a step whose gradient is
+"""The module behind `SkipNonFinite`
 
 Docs: https://fastai-accum.github.io/fastai_accum/extras/skip.html.md"""
 
@@ -19,7 +19,7 @@ class SkipNonFinite(Callback):
 
     Example: `cbs=[AccumulateStep(4), SkipNonFinite()]`. The first of each fit raises a warning.
     `n_micro` and `n_steps` count what this fit has left out. It needs an `AccumulateStep`.
-    https://fastai-accum.github.io/fastai_accum/extras/skip.html"""
+    https://fastai-accum.github.io/fastai_accum/extras.html#skip-a-loss-that-is-nan"""
     order = 10.5   # after mixed precision, which skips the steps that overflow by its own scale
     run_valid = False
     def __init__(self): self.n_micro = self.n_steps = 0   # what this fit has left out, or the last one

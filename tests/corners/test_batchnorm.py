@@ -89,30 +89,6 @@ def test_refused_before_anything_changes():
     lazy(torch.randn(2,8,3,3))
     assert type(to_group_norm(lazy)[0]) is nn.GroupNorm
 
-@pytest.mark.parametrize('n', [2,4,16])
-@pytest.mark.parametrize('cls', bns[:3])   # the forward of `SyncBatchNorm` needs a GPU
-def test_momentum(cls, n):
-    "`n` updates by the same micro-batch are one update by it"
-    a,b = cls(16, momentum=.3).double(),cls(16, momentum=.3).double()
-    for seed in 0,1:
-        x = torch.randn(*kinds[cls], generator=torch.Generator().manual_seed(seed)).double()
-        b(x)
-        for _ in range(n): scale_bn_momentum(a, n)(x); scale_bn_momentum(a, 1)
-    for k in 'running_mean','running_var': assert rel(getattr(a,k), getattr(b,k))[0]<=TOL
-
-def test_momentum_when_a_cell_runs_twice():
-    bn = scale_bn_momentum(scale_bn_momentum(nn.BatchNorm1d(4, momentum=.3), 8), 4)
-    assert bn.momentum==scale_bn_momentum(nn.BatchNorm1d(4, momentum=.3), 4).momentum
-    bn.momentum = .5   # set by hand
-    assert scale_bn_momentum(deepcopy(bn), 2).momentum==scale_bn_momentum(nn.BatchNorm1d(4, momentum=.5), 2).momentum
-
-def test_momentum_of_others_stays():
-    model = nn.Sequential(nn.BatchNorm2d(8, momentum=None), nn.InstanceNorm2d(8), nn.SyncBatchNorm(8),
-                          nn.InstanceNorm2d(8, track_running_stats=True))
-    scale_bn_momentum(model, 4)
-    assert model[0].momentum is None and model[1].momentum==.1 and all(m.momentum==pytest.approx(1-.9**.25)
-                                                                       for m in model[2:])
-
 def fine_tune(learn):
     learn.freeze(); learn.fit(1)
     learn.unfreeze(); learn.fit(1)

@@ -540,7 +540,8 @@ class Fails(nn.Module):
 def test_a_failure_in_a_slice(k, e, backward, norm):
     ms = nn.BatchNorm1d(8) if norm else nn.Tanh(),nn.Dropout(),Fails(k, e, backward)
     m = flat(lambda h, bn, d, f: f(d(bn(h))), *ms).double()
-    learn = make_learner(make_dls(20, 8, y=Y), m, cbs=MicroBatch(3, exact=True), splitter=params)
+    # no proof, since the model counts its calls
+    learn = make_learner(make_dls(20, 8, y=Y), m, cbs=MicroBatch(3, exact=True, prove=False), splitter=params)
     seen = {}
     class State(Callback):
         order = -100
@@ -561,7 +562,7 @@ def test_auto_repeats_the_batch(capsys):
             if len(h)>3: raise RuntimeError('out of memory')
             return self.bn(h)
     a = train(flat(lambda h, bn: F.dropout(bn(h)), nn.BatchNorm1d(8)), X, Y)
-    b = train(flat(lambda h, m: F.dropout(m(h)), Limited()), X, Y, cbs=MicroBatch(exact=True))
+    b = train(flat(lambda h, m: F.dropout(m(h)), Limited()), X, Y, cbs=MicroBatch(exact=True, prove=False))   # four do not fit
     assert_same(b, a); left_alone(b.model)
     assert 'batches of 8 are now cut into slices of 2' in capsys.readouterr().out
 
@@ -771,7 +772,7 @@ def test_long_texts_are_refused_in_words():
                              cbs=[MicroBatch(4, exact=True), *rnn_cbs()], splitter=params)
         learn.fit(1)
     fit(30)
-    with pytest.raises((RuntimeError,ValueError), match='seq_len as long as your longest text'): fit(10)
+    with pytest.raises((RuntimeError,ValueError), match='Pass seq_len=30 to TextDataLoaders.*gradient_checkpointing'): fit(10)
 
 @pytest.mark.parametrize('way', ['exact','checkpointing'])
 def test_an_exported_learner_works_where_only_fastai_is_imported(way, tmp_path):

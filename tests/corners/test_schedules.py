@@ -3,11 +3,9 @@ import pytest
 from harness import *
 from fastai_accum.microbatch import *
 from fastai_accum.patch import *
-from fastai_accum.know.schedules import SchedSeesaw
 
 def grows(pct): return 1 if pct<.3 else 3 if pct<.7 else 6
 cosine = SchedCos(.05, .001)
-seesaw = SchedSeesaw(SchedCos(.05, 0), 1, 8)
 W = torch.tensor([1.,10.,3.]).double()
 
 def windows(n, bs, n_epoch, f, by_samples=False, drop_last=False):
@@ -58,9 +56,9 @@ def same(a, b, rows):
     assert a.accumulate_step.counts.sizes==[r[2] for r in rows]
 
 @pytest.mark.parametrize('loss_func', [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=W)], ids=['plain','weighted'])
-@pytest.mark.parametrize('f,lr', [(grows,cosine), (seesaw.n_step,seesaw.lr),
+@pytest.mark.parametrize('f,lr', [(grows,cosine),
                                   (combine_scheds([.5,.5], [SchedNo(2,2),SchedNo(5,5)]),cosine)],
-                         ids=['grows','seesaw','combined'])
+                         ids=['grows','combined'])
 @pytest.mark.parametrize('n', [96,100,76])
 def test_as_by_hand(n, f, lr, loss_func):
     b,rows = by_hand(n, 8, 3, f, lr, loss_func)
@@ -139,34 +137,6 @@ def test_short_loader():
     learn.fit(2)
     c = learn.accumulate_step.counts
     assert c.n_samples==c.n_stepped+c.n_thrown==2*76
-
-def test_seesaw():
-    lr,n_step = SchedSeesaw(lambda pct: .8*2**(-4*pct), 2, 16)   # halved at 1/4, 1/2, 3/4 and 1
-    at = [0,.2,.25,.4,.5,.74,.75,.99,1.]
-    assert [n_step(p) for p in at]==[2,2,4,4,8,8,16,16,16]
-    assert rel([lr(p) for p in at], [.8*2**(-k/2) for k in (0,0,1,1,2,2,3,3)]+[.8*2**-2.5])[0]<TOL
-    assert SchedSeesaw(SchedCos(1., 0), 1, 4).lr(1.)<1e-12 and SchedSeesaw(SchedCos(1., 0), 1, 4).n_step(1.)==4
-
-def test_seesaw_of_several_rates():
-    lr,n_step = SchedSeesaw(SchedExp(np.array([1e-3,1e-2]), np.array([1e-4,1e-3])), 1, 8)
-    assert lr(0.).shape==(2,) and n_step(.5)==2 and rel(lr(.5), np.array([1e-3,1e-2])/math.sqrt(2))[0]<TOL
-
-@pytest.mark.parametrize('args,match', [((SchedCos(.1,1.),1,4), 'sched must not rise, got'),
-                                        ((3,1,4), 'sched must be a function of pct'),
-    ((cosine,0,4), 'n_step must be an int of at least 1, got 0'), ((cosine,4,2),
-                                                                   'n_max must be at least n_step=4, got 2'),
-    ((SchedNo(0.,0.),1,4), 'sched must begin above 0')])
-def test_seesaw_refuses(args, match):
-    with pytest.raises(ValueError, match=match): SchedSeesaw(*args).lr(.9)
-
-def test_seesaw_refuses_restarts():
-    with pytest.raises(ValueError, match='sched must not rise'):
-        SchedSeesaw(combine_scheds([.5,.5], [SchedCos(1.,.1),SchedCos(1.,.1)]), 1, 16)
-
-def test_pickled():
-    import pickle
-    s = pickle.loads(pickle.dumps(SchedSeesaw(SchedCos(.1, 0), 1, 8)))
-    assert [s.n_step(p) for p in (0.,.5,.9)]==[1,2,8]
 
 def test_start_epoch():
     "Epochs that are skipped are not refused"

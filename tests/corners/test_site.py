@@ -304,7 +304,7 @@ SEARCHES = [
     ('texts', 'tutorials/text'), ('loss is NaN', 'extras/skip.html'),
     ('gradient clipping', 'questions.html#how-do-i-clip-gradients'), ('several GPUs', 'tutorials/several_gpus.html'),
     ('learning rate', 'tutorials/lr_find.html'), ('dropout', 'microbatch.html#batch-norm-and-dropout'),
-    ('mixed precision', 'works_with.html#precision'), ('my own loss', 'loss.html#your-own-loss'),
+    ('mixed precision', 'works_with.html#in-half-precision'), ('my own loss', 'loss.html#your-own-loss'),
     ('AccumulateStep', 'core.html'), ('GradientAccumulation', 'compared.html'), ('proof', 'tutorials/proof.html'),
     ('scheduler', 'questions.html#does-the-scheduler-count-batches-or-steps')]
 

@@ -1,5 +1,5 @@
-"""The page Works with shows what the tests measure: every row, no other, and none that fails. Run `make works` when
-this fails"""
+"""The pages "Works with" and "What we tested" show what the tests measure: every row, no other, and none that fails.
+Run `make works` when this fails"""
 from matrix import *
 
 def test_one_meaning():
@@ -20,9 +20,10 @@ def test_none_fails():
 def cell(text): return text.replace('|', '\\|').replace('`', "'")
 
 def test_page():
-    "The committed page is that of the committed figures"
-    nb = json.loads((Path(__file__).resolve().parents[2]/'nbs'/'works_with.ipynb').read_text())
-    tables = [c for c in nb['cells'] if c['cell_type']=='code' and 'table("' in ''.join(c['source'])]
+    "The committed pages are those of the committed figures"
+    nbs = Path(__file__).resolve().parents[2]/'nbs'
+    cells = [c for o in ('works_with','tested') for c in json.loads((nbs/f'{o}.ipynb').read_text())['cells']]
+    tables = [c for c in cells if c['cell_type']=='code' and 'table("' in ''.join(c['source'])]
     text = '\n'.join(''.join(o['data']['text/markdown']) for c in tables for o in c['outputs'])
     lines = [l for l in text.splitlines() if l.startswith('| ') and not l.startswith(('| ---','| With |'))]
     assert len(lines)==len(committed())

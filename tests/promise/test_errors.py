@@ -4,6 +4,7 @@ from functools import partial
 from harness import *
 from fastai_accum.loss import *
 from fastai_accum.patch import turn_on_accumulation
+from fastai_accum.extras.precision import GradAccumDtype
 
 def test_counts():
     for name,v in itertools.product(['n_step','n_samples'], [0, -1, 2.5, 4., '4', True, [4], math.nan]):
@@ -187,3 +188,36 @@ def test_a_loss_that_sums(k):
     def loss(p, y): return F.cross_entropy(p, y, reduction='sum')
     loss.reduction = 'sum'
     same(lambda: MicroBatch(8), 32, 32, loss_func=loss)
+
+class StepInBackward(Callback):
+    "Hooks of the parameters step in the backward pass, and free the gradient"
+    def before_fit(self):
+        opts = {p:torch.optim.SGD([p], lr=.1) for p in self.learn.model.parameters()}
+        def step(p):
+            opts[p].step()
+            p.grad = None
+        self.hooks = [p.register_post_accumulate_grad_hook(step) for p in opts]
+
+@pytest.mark.parametrize('bs,way', [(8, lambda: AccumulateStep(4)), (32, lambda: MicroBatch(8)),
+                                    (32, lambda: MicroBatch(8, exact=True)), (32, lambda: AccumulateStep(1))])
+def test_a_step_in_the_backward_pass(bs, way):
+    "An optimizer that steps in hooks would step once per micro-batch: the first window refuses it by name"
+    cb = way()
+    learn = make_learner(make_dls(64, bs), cbs=[cb, StepInBackward()])
+    with pytest.raises(RuntimeError, match=f'{cb}: .*no parameter has a gradient.*one optimizer'): learn.fit(1)
+    for h in learn.step_in_backward.hooks: h.remove()
+    learn.remove_cb(StepInBackward).fit(1)
+
+class Reads(Callback):
+    "Hooks that only read"
+    def before_fit(self):
+        self.norms = []
+        def read(p): self.norms.append(p.grad.norm().item())
+        self.hooks = [p.register_post_accumulate_grad_hook(read) for p in self.learn.model.parameters()]
+    def after_fit(self):
+        for h in self.hooks: h.remove()
+
+@pytest.mark.parametrize('also', [list, GradAccumDtype])
+def test_what_only_takes_or_reads_gradients(also):
+    learn,_ = same(lambda: [AccumulateStep(4), *L(also())], also=Reads)
+    assert learn.reads.norms

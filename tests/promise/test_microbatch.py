@@ -168,13 +168,19 @@ def test_compiled_in_place_is_refused():
 
 class Scaled(nn.Module):
     "Embeddings and a scale, as CLIP has them"
-    def __init__(self): super().__init__(); self.m,self.s = small_model(),nn.Parameter(tensor(.3).double())
+    shape = ()
+    def __init__(self):
+        super().__init__()
+        self.m,self.s = small_model(),nn.Parameter(torch.full(self.shape, .3).double())
     def forward(self, x): return dict(h=F.normalize(self.m(x), dim=1), scale=self.s.exp())
 
+class ScaledAsSigLIP(Scaled): shape = 1,
+
+@pytest.mark.parametrize('model', [Scaled,ScaledAsSigLIP])
 @pytest.mark.parametrize('kw', [{}, dict(coupled=True), dict(exact=True)], ids=str)
-def test_a_scale_beside_the_predictions(kw):
+def test_a_scale_beside_the_predictions(kw, model):
     "The gradient of a number that all slices share is right, too"
-    whole(lambda: MicroBatch(5, **kw), model=Scaled, loss_func=lambda p, y: F.cross_entropy(p['scale']*p['h'], y))
+    whole(lambda: MicroBatch(5, **kw), model=model, loss_func=lambda p, y: F.cross_entropy(p['scale']*p['h'], y))
 
 def test_a_loss_beside_the_predictions():
     "A number that each slice has for itself cannot be joined"
@@ -183,6 +189,28 @@ def test_a_loss_beside_the_predictions():
     learn = make_learner(make_dls(64, 32), Own(), lambda p, y: F.cross_entropy(p['h'], y),
                          cbs=MicroBatch(8, coupled=True), **one_group)
     with pytest.raises(ValueError, match="pred..loss.. is a Tensor of shape"): learn.fit(1)
+
+class TakesIds(nn.Module):
+    def __init__(self): super().__init__(); self.m = small_model()
+    def forward(self, x, ids):
+        assert isinstance(ids, np.ndarray) and len(x)==len(ids)
+        return self.m(x)
+
+ids = dict(strings=np.array([f'id{i%3}' for i in range(64)]), dates=np.arange(64).astype('M8[D]'),
+           objects=np.array([dict(id=i) for i in range(64)], dtype=object))
+@pytest.mark.parametrize('kw', [{}, dict(coupled=True), dict(exact=True)], ids=str)
+@pytest.mark.parametrize('name', ids)
+def test_arrays_that_hold_no_numbers(name, kw):
+    "File names, dates and objects in a batch are cut like its tensors"
+    def train(*cbs):
+        def batch(idxs): return features(64)[idxs],ids[name][idxs],classes(64)[idxs]
+        dl = torch.utils.data.DataLoader(range(64), batch_size=16, collate_fn=batch)
+        dls = DataLoaders(dl, dl)
+        dls.train.n_inp = 2
+        learn = make_learner(dls, TakesIds(), cbs=cbs, **one_group)
+        learn.fit(2)
+        return learn
+    assert_same(train(MicroBatch(5, **kw)), train())
 
 class AllPairs(nn.Module):
     "Compares all samples with each other, as CLIP does"

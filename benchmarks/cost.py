@@ -1,0 +1,74 @@
+"""What the package itself costs in time, what small batches cost without it, and what accumulation gains with Adam.
+
+    OMP_NUM_THREADS=1 python benchmarks/cost.py            # print the tables, about fifteen minutes
+    OMP_NUM_THREADS=1 python benchmarks/cost.py --save     # and write them to benchmarks/results/cost.json, which the README shows
+
+A way is compared with a loop written by hand over the same batches: slices of 8 for those that cut, the large batch for the others."""
+import argparse,warnings
+from functools import partial
+from wholebatch import *
+if __name__=='__main__': keep_memory()
+warnings.filterwarnings('ignore')
+
+NET,PX,PAIRS = *README,7
+
+def by_hand(bs):
+    "A step of a plain loop over the batch in slices of `bs`, with the optimizer of the learner"
+    learn = learner(NET, PX, 'the large batch')
+    model,opt,loss_func = learn.model.train(),learn.opt,learn.loss_func
+    x,y = learn.dls.train.one_batch()
+    def step():
+        for xs,ys in zip(x.split(bs), y.split(bs)): (loss_func(model(xs), ys)*len(ys)/len(y)).backward()
+        opt.step(); opt.zero_grad()
+    step()
+    return step
+
+def accumulated():
+    "A learner whose loader gives the slices, with an `AccumulateStep`"
+    learn = learner(NET, PX, 'the large batch')
+    x,y = learn.dls.train.one_batch()
+    dl = DataLoader(list(zip(x.split(SLICE), y.split(SLICE))), bs=None)
+    learn.dls = DataLoaders(dl, dl, device=default_device())
+    learn.add_cb(AccumulateStep(BS//SLICE)).fit(1)
+    return learn
+
+def ratio(a, b, pairs): return dict(zip(('time','pm'), paired(partial(clock, a), partial(clock, b), pairs)))
+
+def package(pairs):
+    "Each way, over a loop by hand"
+    rows,loops = [],{bs:by_hand(bs) for bs in (SLICE,BS)}
+    made = dict(AccumulateStep=accumulated, **{w:partial(learner, NET, PX, w) for w in list(ways)[1:]})
+    for way,make in made.items():
+        bs = BS if way in ('GradientCheckpointing','OffloadActivations') else SLICE
+        rows.append(dict(way=way, bs=bs, **ratio(partial(make().fit, 1), loops[bs], pairs)))
+        print(f"{way}: {rows[-1]['time']:.3f} ± {rows[-1]['pm']:.3f}", flush=True)
+    return rows
+
+def small_batches(pairs):
+    "A loop by hand over slices, over one with the large batch"
+    whole = by_hand(BS)
+    return [dict(bs=bs, **ratio(by_hand(bs), whole, pairs)) for bs in (8,16)]
+
+def gained(pairs, bs=4, n_step=8, n=32):
+    "An epoch with `AccumulateStep`, over one with a step after each batch, with Adam"
+    def fit(*cbs):
+        torch.manual_seed(0)
+        device = default_device()
+        batches = [(torch.randn(bs,3,PX,PX).to(device), torch.randint(10, (bs,)).to(device)) for _ in range(n)]
+        dls = DataLoaders(*[DataLoader(batches, bs=None)]*2, device=device)
+        learn = Learner(dls, create_vision_model(resnet18, 10, pretrained=False).to(device), nn.CrossEntropyLoss(), cbs=[NoValid(),*cbs])
+        learn.remove_cb(ProgressCallback); learn.logger = noop
+        learn.fit(1)
+        return partial(learn.fit, 1)
+    return dict(bs=bs, n_step=n_step, **ratio(fit(AccumulateStep(n_step)), fit(), pairs))
+
+if __name__=='__main__':
+    p = argparse.ArgumentParser(); p.add_argument('--pairs', type=int, default=PAIRS); p.add_argument('--save', action='store_true'); args = p.parse_args()
+    print(machine(), f'{torch.get_num_threads()} thread(s)')
+    res = dict(pairs=args.pairs, threads=torch.get_num_threads(), rows=package(args.pairs), small=small_batches(args.pairs), gained=gained(args.pairs))
+    def figures(r): return f"{r['time']:.2f} ± {r['pm']:.2f}"
+    print(f'\n{NET}, {BS} images of {PX} pixels, over a loop by hand over the same batches\n')
+    print(table([(r['way'], r['bs'], figures(r)) for r in res['rows']], ['way','batches of','time']))
+    for r in res['small']: print(f"a loop by hand over batches of {r['bs']}, over the large batch: {figures(r)}")
+    print(f"AccumulateStep({res['gained']['n_step']}) with Adam, ResNet-18, batches of {res['gained']['bs']}, over a step a batch: {figures(res['gained'])}")
+    if args.save: save('cost', batch=BS, **res)
