@@ -92,8 +92,14 @@ class Jacobian(nn.Module):
         slope = torch.func.vmap(torch.func.jacrev(self.inner))(x)
         return self.inner(x)+slope.pow(2).sum((1,2))[:,None]
 
-@pytest.mark.parametrize('cbs', [None, MicroBatch(4), MicroBatch(4, coupled=True), MicroBatch(4, exact=True)])
+@pytest.mark.parametrize('cbs', [None, MicroBatch(4)])
 def test_model_that_differentiates_itself(cbs): clean(learner(Jacobian(), cbs=cbs).check_accumulation())
+
+@pytest.mark.parametrize('way', ['coupled','exact'])
+def test_own_setting_that_cannot_work(way):
+    "The check says what the fit says, which is not PyTorch's error alone"
+    check = learner(Jacobian(), cbs=MicroBatch(4, **{way:True})).check_accumulation
+    with pytest.raises(ValueError, match=f'{way}=True is not possible.*saved tensor hooks.*Leave {way} out'): check()
 
 def test_norm_without_bias():
     bn = nn.BatchNorm1d(5)
@@ -216,7 +222,7 @@ def test_weighted_or_coupled():
     weighted,*others = (learner(loss_func=f, y=y).check_accumulation().causes[0].remedy
                                 for f,y in ((masked,None), (class_weights,None), (rmse,targets())))
     assert weighted=='AccumulateStep(n_step=2, weight=lambda pred, *yb: (yb[0]!=0).sum())'
-    assert all(o.startswith('MicroBatch(bs=8, coupled=True)') for o in others), others
+    assert all(o.startswith('MicroBatch(bs=4, coupled=True)') for o in others), others
 
 def test_weight_of_a_mask_of_minus_100():
     "Class 0 counts, also if none of the few samples has it"
@@ -462,12 +468,16 @@ def test_settings_that_cannot_work():
 def test_shown():
     check = learner(net(nn.BatchNorm1d(5)), loss_func=lambda p,y: masked(p, y)).check_accumulation()
     text,html = repr(check),check._repr_html_()
-    for o in 'do not give the same','batch norm','-> MicroBatch(bs=8, exact=True)','7 samples': assert o in text
-    assert html.count('<tr>')==3 and '&lt;lambda&gt;' in html and 'color' not in html
+    for o in ('Nothing is wrong: your learner trains on whole batches. Micro-batches would not give the same',
+              'batch norm', '-> MicroBatch(bs=4, exact=True)', '7 samples'): assert o in text
+    assert html.count('<tr')==3 and '&lt;lambda&gt;' in html and 'color' not in html
     text = repr(learner().check_accumulation())
-    for o in ('The micro-batches give the same gradient as the large batch', 'Compared: one step on 7 samples',
-              'AccumulateStep(n_step=2) as an example, because your learner trains on whole batches now'):
+    for o in ('Nothing is wrong: your learner trains on whole batches. Micro-batches would give the same gradient',
+              'Compared: one step on 7 samples of the first 3 training batches', 'AccumulateStep(n_step=2) as an example'):
         assert o in text
+    assert 'yours' not in text and 'could not' not in text   # nothing is left of a loss that is known
+    text = repr(learner(cbs=AccumulateStep(2)).check_accumulation())
+    assert 'The micro-batches give the same gradient' in text and 'relative error of the gradient' in text
 
 def test_what_cannot_be_copied():
     class Locked(Callback):
