@@ -14,7 +14,7 @@ from itertools import islice
 from fastai.basics import *
 from ..coins import Coins,middle
 from ..core import AccumulateStep
-from ..devices import has_float64
+from ..devices import has_float64,is_out_of_memory
 from ..extras.skip import SkipNonFinite
 from ..loss import base_loss
 from ..memory.checkpointing import GradientCheckpointing
@@ -159,19 +159,22 @@ class Bench:
 
 # %% ../../nbs/know/bench.ipynb #c1000005
 @patch
-def plan(self:Bench, batches, bs):
+def plan(self:Bench, batches, most):
     "Choose the samples, and the sizes of the micro-batches"
     dls = self.learn.dls
     device = torch.device(getattr(dls, 'device', None) or next(self.model.parameters()).device)
     self.device = device if has_float64(device) else torch.device('cpu')
     self.split = getattr(self.cut, 'split', None)
     sizes = [n_of(dls, b) for b in batches]
-    n = min(bs, sizes[0])
+    n = min(most, sizes[0])
     if n<2:
         raise ValueError(f"check_accumulation: the first training batch has {n} sample, and at least 2 are "
                          "needed; set a larger batch size in the loader")
-    is_cut = self.cut and self.cut.bs!='auto'
-    self.yours = self.cut.bs if is_cut else batch_size(dls.train)
+    self.loaded = batch_size(dls.train)   # `None` if the loader does not say it
+    bs = getattr(self.cut, 'bs', 'auto')
+    self.yours = self.loaded if bs=='auto' else min(bs, self.loaded or bs)
+    self.is_uncut = bs!='auto' and not self.acc and bs>=(self.loaded or math.inf)
+    self.is_own &= not self.is_uncut
     self.per_batch = 1 + bool(self.acc and self.cut)   # micro-batches in a batch of a window
     self.size = size = max(1, min(self.yours or n, n//(2*self.per_batch)))
     uneven = [k for k in range(n, size, -1) if math.gcd(k, size)==1 and k%size!=1]
@@ -181,25 +184,26 @@ def plan(self:Bench, batches, bs):
 @patch
 def choose(self:Bench, batches, sizes):
     "Take `n` samples that differ in what can be counted"
-    self.is_apart = len(batches)>1   # whether samples of one batch only are compared
-    self.n_batches,self.alike = 1,[]
-    if self.split: return self.take(self.split(batches[0], self.n)[0])
-    batch,self.n_batches = joined(batches, sizes)
-    self.is_apart = self.n_batches<len(batches)
+    self.first,*_ = (self.split or slices)(batches[0], self.n)
+    self.n_loaded,self.alike = len(batches),[]
+    if self.split: return self.take(self.first)
+    is_sorted = hasattr(self.learn.dls.train, 'sort_func')   # fastai's text models take the longest text first
+    batch,n_batches = joined(batches[:1] if is_sorted else batches, sizes)
     i = n_inputs(self.learn.dls, batch)
     targets,inputs = ([counts(o) for _,o in leaves(b) if can_count(o)] for b in (batch[i:],batch[:i]))
     self.alike = [k for k in _counts if not self.knows_loss and all(len({*o.get(k, ())})<2 for o in targets)]
     rows = list(zip(*(v for o in targets+inputs for v in o.values())))
     ones = slices(batch, 1)
-    self.take(join([ones[i] for i in spread(rows or range(len(ones)), self.n)], [1]*self.n))
+    at = spread(rows or range(len(ones)), self.n)
+    self.take(join([ones[i] for i in (sorted(at) if is_sorted else at)], [1]*self.n), n_batches)
 
 # %% ../../nbs/know/bench.ipynb #bnch0007
 @patch
-def take(self:Bench, batch, is_corner=False):
-    "Train on `batch`, in float64, from now on"
+def take(self:Bench, batch, n_batches=1, is_corner=False):
+    "Train on `batch`, with samples of `n_batches`, in float64, from now on"
     self.batch = tree_map(lambda o: double(torch.as_tensor(o).to(self.device)), batch)
     self.runs = {}   # what was seen of each way
-    self.is_corner = is_corner
+    self.n_batches,self.is_corner = n_batches,is_corner
 
 # %% ../../nbs/know/bench.ipynb #chk00007
 @patch
@@ -283,10 +287,10 @@ def error(self:Bench, on, way=None, line=None, n_seeds=3):
 @patch
 def first_error(self:Bench):
     "The error with everything on: on a corner of each image, if the model and the loss take that"
-    on = [*kinds, *self.suspects]
-    full = self.batch
-    if (batch := self.corners()) is not None:
-        self.take(batch, True)
-        try: return self.error(on)
-        except (ValueError,RuntimeError,IndexError): self.take(full)   # so images of their own size
-    return self.error(on)
+    takes = [(self.batch,self.n_batches), (self.first,)]   # the last: some models want the order of the loader
+    if (corners := self.corners()) is not None: takes.insert(0, (corners,self.n_batches,True))
+    for o in takes:
+        self.take(*o)
+        try: return self.error([*kinds, *self.suspects])
+        except (ValueError,RuntimeError,IndexError) as e:
+            if o is takes[-1] or is_out_of_memory(e): raise

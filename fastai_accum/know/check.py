@@ -27,7 +27,7 @@ from ..refusals import NotProved,check_count
 from ..slices import leaves
 from ..state import refuse_lazy
 from ..status import Status
-from ..windows import batch_size,n_inputs
+from ..windows import n_inputs
 
 # %% ../../nbs/know/check.ipynb #fb7b5acc
 @dataclass
@@ -141,14 +141,21 @@ def prove(self:Bench, cb):
 
 @patch
 def own_error(self:Bench):
-    "The error with everything on; if the own setting cannot work, the proof says why"
-    try: return self.first_error()
+    "The error with everything on; if a fit refuses the own setting, the proof says why"
+    try: err = self.first_error()
     except RuntimeError:
-        if getattr(cb := copy(self.cut), 'prove', None):
-            cb.bs = self.size
-            self.was.put_back()
-            self.prove(cb)
+        self.prove_own()
         raise
+    if err<=self.tol: self.prove_own()
+    return err
+
+@patch
+def prove_own(self:Bench):
+    cb = copy(self.cut)
+    if not (cb and (cb.exact or cb.coupled) and cb.prove): return
+    cb.bs = self.size
+    self.was.put_back()
+    self.prove(cb)
 
 def is_our_bug(e):
     "Whether this package has raised `e`, and not to say that something is not possible"
@@ -213,7 +220,7 @@ def check(self:Bench):
     causes = self.causes() if err>self.tol else []
     title = f"{self.who(bool(causes))} the same gradient as the large batch: {_how(err)}"
     seen,yours = self.size,self.yours   # by batch norm
-    if getattr(self.cut, 'exact', False): seen,yours = self.size*self.per_batch,batch_size(self.learn.dls.train)
+    if getattr(self.cut, 'exact', False): seen,yours = self.size*self.per_batch,self.loaded
     if self.is_own and yours and yours>seen and any(o.kind=='batch norm' for o in causes):
         title += f' in micro-batches of {seen}; in yours, of {yours}, it is smaller'
     return Check(err, causes, self.compared(causes), title)
@@ -224,6 +231,7 @@ def _how(err): return f'relative error of the gradient {err:.2g}' if err else 'b
 def who(self:Bench, differs):
     "What gives the gradient, or not"
     whole = 'your learner trains on whole batches'
+    if self.is_uncut: whole += f', as bs={self.cut.bs} is not below the {self.loaded} of the loader'
     if not self.is_own:
         return f"Nothing is wrong: {whole}. Micro-batches would {'not '*differs}give"
     if self.acc or self.cut: return f"The micro-batches {'do not '*differs}give"
@@ -242,7 +250,7 @@ def compared(self:Bench, causes):
     if self.is_corner: said.append('A corner of 32 pixels stands for each image.')
     if len(causes)>1: said.append('The error of a cause is measured with the others off, so they do not add up.')
     if any(o.kind=='loss' for o in causes): return ' '.join(said)
-    if self.is_apart: said.append('Batches could not be joined, so what differs only between them could not be compared.')
+    if self.n_batches<self.n_loaded: said.append('Batches could not be joined, so what differs only between them could not be compared.')
     if self.alike: said.append("Whether your loss divides by one of these could not be compared, since all samples "
                                f"have the same number: {', '.join(self.alike)}.")
     return ' '.join(said)
