@@ -275,13 +275,12 @@ def run(self:Bench, way, on, seed=0, line=None):
 def error(self:Bench, on, way=None, line=None, n_seeds=3):
     "The error of a step in the learner's own micro-batches, or in another `way`"
     for seed in range(n_seeds if 'dropout' in on else 1):
-        def grad(way): return self.run(way, on, seed, line).kept['the gradient'][0]
-        part = grad(way or self.windows)
-        whole = grad(self.whole)
-        if not 0<whole[1].norm()<math.inf:
+        part,whole = (self.run(w, on, seed, line).grads[0] for w in (way or self.windows,self.whole))
+        def flat(grads): return torch.cat([grads.get(k, (0,0*x))[1] for k,(_,x) in {**part,**whole}.items()])
+        if not 0<flat(whole).norm()<math.inf:
             raise ValueError(f"check_accumulation: the gradient of the {self.n} samples is zero or not "
                              "finite; does the loss ignore all their labels, or not depend on the model?")
-        if (err := off(part, whole))>self.tol: break
+        if (err := off(((),flat(part)), ((),flat(whole))))>self.tol: break   # no gradient is 0
     return err
 
 @patch

@@ -18,7 +18,7 @@ from ..state import State,arrays,generators,held,refuse_lazy
 def learner_state(learn, copies=True)->State:
     "What `learn` holds now, and the random numbers"
     model = learn.model
-    refuse_lazy('a trial', model)
+    refuse_lazy('a trial (what_fits, noise_scale, unchanged)', model)
     dls = learn.dls
     dicts = [d for m in model.modules() for d in vars(m).values() if isinstance(d, dict)]   # those of hooks too
     objects = held(learn, *learn.cbs, *dicts, depth=20)   # the state of an optimizer or of a loader lies deep
