@@ -101,8 +101,9 @@ def backward(learn):
     "PyTorch's backward pass, which must leave a gradient"
     torch.autograd.backward(learn.loss_grad)
     if any(p.grad is not None for p in learn.model.parameters()): return
-    raise RuntimeError("check_accumulation: after the backward pass, no parameter has a gradient, maybe because hooks of "
-                       "the parameters step in it, so that nothing is left to compare; let `opt_func` make the step")
+    raise RuntimeError("check_accumulation: after the backward pass, no parameter has a gradient, maybe because "
+                       "hooks of the parameters step in it, so that nothing is left to compare; let `opt_func` "
+                       "make the step")
 
 def train(learn, cbs=(), seed=0):
     "Train `learn`, which is set back later, for an epoch with `cbs`"
@@ -181,6 +182,7 @@ def plan(self:Bench, batches, most):
     self.n = first(uneven) or n-n%size
     self.choose(batches, sizes)
 
+# %% ../../nbs/know/bench.ipynb #bnch0202
 @patch
 def choose(self:Bench, batches, sizes):
     "Take `n` samples that differ in what can be counted"

@@ -139,24 +139,6 @@ def prove(self:Bench, cb):
     warnings.simplefilter('error', NotProved)   # until the block of the check ends
     guard(cb, self.learn, self.learn.xb)
 
-@patch
-def own_error(self:Bench):
-    "The error with everything on; if a fit refuses the own setting, the proof says why"
-    try: err = self.first_error()
-    except RuntimeError:
-        self.prove_own()
-        raise
-    if err<=self.tol: self.prove_own()
-    return err
-
-@patch
-def prove_own(self:Bench):
-    cb = copy(self.cut)
-    if not (cb and (cb.exact or cb.coupled) and cb.prove): return
-    cb.bs = self.size
-    self.was.put_back()
-    self.prove(cb)
-
 def is_our_bug(e):
     "Whether this package has raised `e`, and not to say that something is not possible"
     *_,(frame,_) = traceback.walk_tb(e.__traceback__)
@@ -212,6 +194,25 @@ def whole_line(self:Bench, arg):
     if accumulation_settings(): instead = ' after turn_off_accumulation()'
     return f'{self.micro(arg, self.yours or self.size)!r}{instead}, with the large batch size in the loader'
 
+# %% ../../nbs/know/check.ipynb #bnch0203
+@patch
+def own_error(self:Bench):
+    "The error with everything on; if a fit refuses the own setting, the proof says why"
+    try: err = self.first_error()
+    except RuntimeError:
+        self.prove_own()
+        raise
+    if err<=self.tol: self.prove_own()
+    return err
+
+@patch
+def prove_own(self:Bench):
+    cb = copy(self.cut)
+    if not (cb and (cb.exact or cb.coupled) and cb.prove): return
+    cb.bs = self.size
+    self.was.put_back()
+    self.prove(cb)
+
 # %% ../../nbs/know/check.ipynb #c1000012
 @patch
 def check(self:Bench):
@@ -250,7 +251,8 @@ def compared(self:Bench, causes):
     if self.is_corner: said.append('A corner of 32 pixels stands for each image.')
     if len(causes)>1: said.append('The error of a cause is measured with the others off, so they do not add up.')
     if any(o.kind=='loss' for o in causes): return ' '.join(said)
-    if self.n_batches<self.n_loaded: said.append('Batches could not be joined, so what differs only between them could not be compared.')
+    if self.n_batches<self.n_loaded:
+        said.append('Batches could not be joined, so what differs only between them could not be compared.')
     if self.alike: said.append("Whether your loss divides by one of these could not be compared, since all samples "
                                f"have the same number: {', '.join(self.alike)}.")
     return ' '.join(said)
