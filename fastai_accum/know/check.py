@@ -69,14 +69,16 @@ def _repr_html_(self:Check):
 @patch
 def causes(self:Bench):
     "Find the suspects that make an error, and what is left"
-    self.tick.begin('The causes are looked for', 17+5*len(self.suspects))
+    self.tick.begin('The causes are looked for', 12+5*len(self.suspects))
     on = [o for o in self.suspects if not self.runs_without(o)]
-    rest = self.error(on)
-    found = {}
-    for k in ('loss', *(o for o in self.suspects if o not in on), 'batch norm', 'dropout'):
+    found,rest = {},self.error([*on, 'loss'])
+    if rest>self.tol and self.error(on)<=self.tol:
+        found['loss'] = rest,[*on, 'loss']
+        rest = 0
+    else: on = [*on, 'loss']
+    for k in (*(o for o in self.suspects if o not in on), 'batch norm', 'dropout'):
         e = self.error([*on, k])
-        is_cause = e>self.tol and abs(e-rest)>1e-6*rest
-        if is_cause and (k!='loss' or rest<=self.tol): found[k] = e,[*on, k]
+        if e>self.tol and abs(e-rest)>1e-6*rest: found[k] = e,[*on, k]
         else:
             on = [*on, k]
             rest = e
