@@ -7,7 +7,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/private.html.md"""
 # %% auto #0
 __all__ = ['version', 'buffer_dict', 'compiled_in_place', 'may_share', 'multiply', 'mps_generator', 'attention', 'with_events',
            'own_backward', 'do_step', 'hook_dicts', 'grad_hook_dicts', 'is_compiled', 'uncompiled', 'push_modes',
-           'no_modes', 'in_vmap', 'default_arguments', 'has_hidden', 'train_metrics', 'change_hidden']
+           'no_modes', 'in_vmap', 'default_arguments', 'has_hidden', 'train_metrics', 'split_batch', 'change_hidden']
 
 # %% ../nbs/private.ipynb #priv0004
 import inspect
@@ -79,4 +79,5 @@ def train_metrics(recorder):
     "The metrics of the training set, without the smoothed loss"
     return recorder._train_mets[1:] if getattr(recorder, 'train_metrics', False) else []
 
+def split_batch(learn, b): learn._split(b)   # into `xb` and `yb`
 def change_hidden(m, n): m._change_hidden(n)   # to `n` rows

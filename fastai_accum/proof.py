@@ -16,9 +16,9 @@ from .coins import Coins,fair,middle
 from .devices import accelerators,is_out_of_memory
 from .dry import Dry
 from .norms import AtNorms,by_itself
-from .precise import InDouble,modes_stay,quiet
+from .precise import InDouble,eager,modes_stay,quiet
 from .record import Record,differences,first_unlike,generators_in,plain_loss
-from .private import is_compiled
+
 from .state import State,everybodys,seed
 
 # %% ../nbs/proof.ipynb #b91c6cda
@@ -75,7 +75,7 @@ def run(self:Trial, ways=(), moved=0.):
 def contexts(self:Trial, w):
     "Without chance, mixed precision and compilation; `w` is the thread"
     yield quiet(self.double)
-    if any(map(is_compiled, self.model.modules())): yield torch.compiler.set_stance('force_eager')
+    yield eager(self.model)
     for kind in {'cpu', *(d.type for d in accelerators(self.model))}: yield torch.autocast(kind, enabled=False)
     yield modes_stay()
     if self.double: yield InDouble()

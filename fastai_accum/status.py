@@ -1,4 +1,4 @@
-"""One line says how far a trial is, and goes again
+"""One line says how long a trial will still take, and goes again
 
 Docs: https://fastai-accum.github.io/fastai_accum/status.html.md"""
 
@@ -8,23 +8,27 @@ Docs: https://fastai-accum.github.io/fastai_accum/status.html.md"""
 __all__ = ['has_bar', 'Status']
 
 # %% ../nbs/status.ipynb #0b892ffe
-import sys
+import sys,time
 from fastai.basics import *
 
 # %% ../nbs/status.ipynb #90ec8564
 def has_bar(cb): return type(cb).__name__=='ProgressCallback'   # an import adds it to each learner
 
 class Status:
-    "Says how far `what` is, in a line that goes again; `n` is about how many steps it takes"
-    done = width = 0
+    "Says about how long `what` will take, in a line that goes again; `n` is about how many steps it has"
+    width = 0
     def __init__(self, what, learn, n):
-        self.what,self.n = what,n
+        self.begin(what, n)
         self.out = sys.stdout if learn.cbs.filter(has_bar) and not rank_distrib() else None
 
+    def begin(self, what, n):
+        self.what,self.n,self.done,self.start = what,n,0,time.perf_counter()
+
     def __call__(self):
+        "A step begins"
+        left = (self.n-self.done)*(time.perf_counter()-self.start)/max(self.done, 1)
+        self.say(self.what + (f', about {left:.0f} s more' if 0<self.done<self.n else ''))
         self.done += 1
-        of = f' of {self.n}' if self.done<=self.n else ''   # nobody knows how many more
-        self.say(f'{self.what}: step {self.done}{of}')
 
     def say(self, text):
         if self.out: print('\r'+text.ljust(self.width), end='\r', file=self.out, flush=True)

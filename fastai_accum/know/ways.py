@@ -19,8 +19,7 @@ from ..core import AccumulateStep,in_charge
 from ..devices import Autocast,api,counts_memory,free_memory,is_out_of_memory,synchronize
 from ..exact.draws import Draws
 from ..guard import forget_failed
-from .trial import Given
-from .unchanged import Trial,unchanged
+from .unchanged import Given,Trial,unchanged
 from ..loss import loss_reduction,loss_weight
 from ..memory.checkpointing import GradientCheckpointing
 from ..memory.offload import OffloadActivations

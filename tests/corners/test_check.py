@@ -12,7 +12,8 @@ from fastai_accum.all import *
 from fastai_accum.know.check import *
 from fastai_accum.state import State
 from fastai_accum.patch import accumulation_settings
-from fastai_accum.know.compare import tol
+
+tol = 1e-8   # rounding in float64 is smaller
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]/'benchmarks'))
 from common import peak_bytes
@@ -91,8 +92,14 @@ class Jacobian(nn.Module):
         slope = torch.func.vmap(torch.func.jacrev(self.inner))(x)
         return self.inner(x)+slope.pow(2).sum((1,2))[:,None]
 
-@pytest.mark.parametrize('cbs', [None, MicroBatch(4), MicroBatch(4, coupled=True), MicroBatch(4, exact=True)])
+@pytest.mark.parametrize('cbs', [None, MicroBatch(4)])
 def test_model_that_differentiates_itself(cbs): clean(learner(Jacobian(), cbs=cbs).check_accumulation())
+
+@pytest.mark.parametrize('way', ['coupled','exact'])
+def test_own_setting_that_cannot_work(way):
+    "The check says what the fit says, which is not PyTorch's error alone"
+    check = learner(Jacobian(), cbs=MicroBatch(4, **{way:True})).check_accumulation
+    with pytest.raises(ValueError, match=f'{way}=True is not possible.*saved tensor hooks.*Leave {way} out'): check()
 
 def test_norm_without_bias():
     bn = nn.BatchNorm1d(5)
@@ -215,7 +222,7 @@ def test_weighted_or_coupled():
     weighted,*others = (learner(loss_func=f, y=y).check_accumulation().causes[0].remedy
                                 for f,y in ((masked,None), (class_weights,None), (rmse,targets())))
     assert weighted=='AccumulateStep(n_step=2, weight=lambda pred, *yb: (yb[0]!=0).sum())'
-    assert all(o.startswith('MicroBatch(bs=8, coupled=True)') for o in others), others
+    assert all(o.startswith('MicroBatch(bs=4, coupled=True)') for o in others), others
 
 def test_weight_of_a_mask_of_minus_100():
     "Class 0 counts, also if none of the few samples has it"
@@ -461,12 +468,16 @@ def test_settings_that_cannot_work():
 def test_shown():
     check = learner(net(nn.BatchNorm1d(5)), loss_func=lambda p,y: masked(p, y)).check_accumulation()
     text,html = repr(check),check._repr_html_()
-    for o in 'do not give the same','batch norm','-> MicroBatch(bs=8, exact=True)','7 samples': assert o in text
-    assert html.count('<tr>')==3 and '&lt;lambda&gt;' in html and 'color' not in html
+    for o in ('Nothing is wrong: your learner trains on whole batches. Micro-batches would not give the same',
+              'batch norm', '-> MicroBatch(bs=4, exact=True)', '7 samples'): assert o in text
+    assert html.count('<tr')==3 and '&lt;lambda&gt;' in html and 'color' not in html
     text = repr(learner().check_accumulation())
-    for o in ('The micro-batches give the same gradient as the large batch', 'Compared: one step on 7 samples',
-              'AccumulateStep(n_step=2) as an example, because your learner trains on whole batches now'):
-        assert o in text
+    for o in ('Nothing is wrong: your learner trains on whole batches. Micro-batches would give the same gradient',
+              'Compared: one step on 7 samples of the first 3 training batches',
+              'AccumulateStep(n_step=2) as an example'): assert o in text
+    assert 'yours' not in text and 'could not' not in text   # nothing is left of a loss that is known
+    text = repr(learner(cbs=AccumulateStep(2)).check_accumulation())
+    assert 'The micro-batches give the same gradient' in text and 'relative error of the gradient' in text
 
 def test_what_cannot_be_copied():
     class Locked(Callback):
@@ -801,3 +812,128 @@ def test_goes_on_with_fewer_samples_if_memory_runs_out(most):
         with pytest.raises(RuntimeError, match='out of memory'): learn.check_accumulation()
     else: assert 'one step on 7 samples' in learn.check_accumulation().compared
     assert learn.model[0].weight.dtype==torch.float32 and learn.model[0].weight.grad is None
+
+# the setting that the learner has
+def test_a_bs_that_cuts_nothing():
+    check = learner(net(nn.BatchNorm1d(5)), cbs=MicroBatch(8)).check_accumulation()
+    assert check.title.startswith('Nothing is wrong: your learner trains on whole batches, as bs=8 is not below')
+    assert 'yours' not in repr(check) and check.causes[0].remedy.startswith('MicroBatch(bs=4, exact=True);')
+
+def test_size_that_batch_norm_sees():
+    "With `exact=True` and `AccumulateStep`, it is the loader's"
+    cbs = AccumulateStep(2),MicroBatch(4, exact=True)
+    check = learner(net(nn.BatchNorm1d(5)), bs=16, cbs=cbs).check_accumulation()
+    assert kinds(check)==['batch norm']
+    assert check.title.endswith('in micro-batches of 8; in yours, of 16, it is smaller')
+
+class TwoViews(nn.Module):
+    "Stochastic depth with a draw for each row of two views in one batch: slices would draw for others"
+    def __init__(self): super().__init__(); self.lin,self.out = nn.Linear(6,6),nn.Linear(6,3)
+    def forward(self, x):
+        x = torch.cat([x, x*2])
+        x = self.out(x+(torch.rand(len(x), 1)<.5)*self.lin(x))
+        return sum(x.chunk(2))
+
+class Moves(nn.Module):
+    "A buffer that depends on the number of samples, and that predictions do not show"
+    def __init__(self): super().__init__(); self.lin = nn.Linear(6,3); self.register_buffer('n', torch.zeros(1))
+    def forward(self, x):
+        self.n += len(x)**.5
+        return self.lin(x)
+
+def test_no_remedy_that_a_fit_refuses():
+    cause, = learner(TwoViews().double()).check_accumulation().causes
+    assert cause.kind=='dropout' and 'exact' not in cause.remedy
+
+def test_a_setting_that_a_fit_refuses():
+    "The gradient is the same, but a buffer is not"
+    learn = learner(Moves().double(), cbs=MicroBatch(4, exact=True))
+    with pytest.raises(ValueError, match='exact=True is not possible.*model.n'): learn.check_accumulation()
+    with pytest.raises(ValueError, match='exact=True is not possible.*model.n'): learn.fit(1)
+
+def test_a_module_of_that_name():
+    class GroupNorm(nn.BatchNorm1d): pass
+    assert kinds(learner(net(GroupNorm(5)), cbs=AccumulateStep(2)).check_accumulation())==['batch norm']
+
+def test_texts_longer_than_the_model_reads_at_once():
+    "The line that a fit refuses is not named"
+    from fastai.text.all import TextDataLoaders,text_classifier_learner,AWD_LSTM,awd_lstm_clas_config
+    df = pd.DataFrame(dict(text=['some words ']*8+['some more words '*10]*8, label=[*'xy']*8))
+    dls = TextDataLoaders.from_df(df, text_col='text', label_col='label', valid_pct=.25, bs=8, seq_len=10)
+    learn = text_classifier_learner(dls, AWD_LSTM, pretrained=False, seq_len=10,
+                                    config={**awd_lstm_clas_config, **dict(n_hid=12, emb_sz=6, n_layers=2)})
+    causes = learn.remove_cb(ProgressCallback).check_accumulation().causes
+    assert [o.kind for o in causes]==['batch norm','dropout']
+    for o in causes: assert o.remedy.startswith('Pass seq_len=') and 'exact' not in o.remedy
+
+# samples of several batches
+def padded_mean(p, y): return F.cross_entropy(p[y!=-100], y[y!=-100])
+
+@pytest.mark.parametrize('lengths', [[1+i//6 for i in range(48)], [1+i//2%8 for i in range(48)],
+                                     [7 if i==9 else 8 for i in range(48)]], ids=['sorted','pairs','one'])
+def test_what_differs_between_batches(lengths):
+    "A mean over valid tokens, where the samples of the first batch are alike"
+    x,y = torch.randint(0, 11, (48,8)),torch.randint(0, 5, (48,8))
+    for o,n in zip(y, lengths): o[n:] = -100
+    dl = DataLoader(list(zip(x, y)), bs=6)
+    model = nn.Sequential(nn.Embedding(11,6), nn.Linear(6,5)).double()
+    learn = Learner(DataLoaders(dl, dl), model, padded_mean, cbs=AccumulateStep(2)).remove_cb(ProgressCallback)
+    cause, = learn.check_accumulation().causes
+    assert cause.remedy=='AccumulateStep(n_step=2, weight=lambda pred, *yb: (yb[0]!=-100).sum())'
+
+def test_says_what_it_could_not_compare():
+    "No sample has an ignored label; batches of other lengths"
+    def loss(p, y): return F.cross_entropy(p[y!=-100], y[y!=-100])
+    said = clean(learner(loss_func=loss, cbs=AccumulateStep(2)).check_accumulation()).compared
+    assert 'could not be compared, since all samples have the same number: ignored labels (-100)' in said
+    batches = [(features(6, 4)[:,:k], classes(6)) for k in (2,3,4)]
+    dl = DataLoader([0,1,2], bs=None, create_batch=noop, create_item=lambda i: batches[i])
+    model = nn.Sequential(Lambda(lambda x: x.mean(1, keepdim=True)), nn.Linear(1,3)).double()
+    learn = Learner(DataLoaders(dl, dl), model, loss_func=loss, cbs=AccumulateStep(2)).remove_cb(ProgressCallback)
+    said = learn.check_accumulation().compared
+    assert 'of the first training batch' in said and 'Batches could not be joined' in said
+
+# what it refuses
+@pytest.mark.parametrize('cbs', [None, AccumulateStep(2), MicroBatch(4, exact=True)])
+def test_steps_in_the_backward_pass(cbs):
+    def step(p):
+        p.data -= .1*p.grad
+        p.grad = None
+    learn = learner(cbs=cbs)
+    for p in learn.model.parameters(): p.register_post_accumulate_grad_hook(step)
+    was = [p.detach().clone() for p in learn.model.parameters()]
+    with pytest.raises(RuntimeError, match='no parameter has a gradient.*hooks'): learn.check_accumulation()
+    assert all(map(torch.equal, was, learn.model.parameters()))
+
+def test_layers_without_a_size():
+    learn = learner(nn.Sequential(nn.LazyLinear(5), nn.Linear(5,3)), cbs=AccumulateStep(2))
+    with pytest.raises(ValueError, match="check_accumulation: the layer of '0.weight' has no size"):
+        learn.check_accumulation()
+
+def test_no_columns_of_numbers():
+    "Parameters without elements, as `tabular_learner` with categories only has them"
+    class Model(nn.Module):
+        def __init__(self): super().__init__(); self.bn,self.lin = nn.BatchNorm1d(0),nn.Linear(6,3)
+        def forward(self, x): return self.lin(x)
+    clean(learner(Model().double(), cbs=MicroBatch(4, exact=True)).check_accumulation())
+
+def test_time_that_is_left():
+    "A line without a number of steps, which nobody knows"
+    class ProgressCallback(Callback): pass
+    out = io.StringIO()
+    learn = learner(net(nn.BatchNorm1d(5)), cbs=[AccumulateStep(2), ProgressCallback()])
+    with redirect_stdout(out): learn.check_accumulation()
+    said = out.getvalue()
+    assert 'The causes are looked for, about' in said and 's more' in said and 'step' not in said
+
+def test_order_that_the_model_needs():
+    "PyTorch's `pack_padded_sequence` wants the longest sample first, as in each batch of this loader"
+    class Model(nn.Module):
+        def __init__(self): super().__init__(); self.lstm,self.out = nn.LSTM(2, 4, batch_first=True),nn.Linear(4,3)
+        def forward(self, x):
+            x = nn.utils.rnn.pack_padded_sequence(x, (x[...,0]!=0).sum(1).cpu(), batch_first=True)
+            return self.out(self.lstm(x)[1][0][0])
+    x = features(64, 12).view(64, 6, 2)
+    for i,o in enumerate(x): o[6-i%8//2:] = 0
+    model = Model().double()
+    clean(learner(model, x=x, shuffle=False, cbs=AccumulateStep(2)).check_accumulation())

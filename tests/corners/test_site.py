@@ -337,7 +337,7 @@ def test_search_is_readable(scheme, page, root):
         .backgroundColor.match(/[0-9.]+/g).map(Number)""")
     assert (sum(box[:3])<300)==(scheme=='dark'), 'the search box is as dark as the page'
 
-DOCS,DEVELOPERS = SITE.parent/'.ci'/'docs.py',['windows.html','exact/lockstep.html','know/trial.html']
+DOCS,DEVELOPERS = SITE.parent/'.ci'/'docs.py',['windows.html','exact/lockstep.html','know/bench.html']
 
 @on_site
 def test_for_developers(page, root):
@@ -385,7 +385,7 @@ def test_around_the_page(path, page, root):
     assert text==(SITE.parent/'nbs'/nb).read_text()
 
 @on_site
-@pytest.mark.parametrize('path', ['index.html','extras/skip.html','works_with.html','know/trial.html'])
+@pytest.mark.parametrize('path', ['index.html','extras/skip.html','works_with.html','know/bench.html'])
 @pytest.mark.parametrize('height', [400,844])
 def test_menu_on_a_phone(path, height, page, root):
     "It begins with its first entry, below the bar, and scrolls to its last"
