@@ -299,9 +299,9 @@ def search(page, words):
     return page.evaluate("[...document.querySelectorAll('.search-result')].map(o => o.getAttribute('href'))")
 
 SEARCHES = [
-    ('out of memory', 'howto/memory.html'), ('CUDA out of memory', 'howto/memory.html'),
+    ('out of memory', 'know/what_fits.html'), ('CUDA out of memory', 'know/what_fits.html'),
     ('Ctrl-C', 'questions.html#what-is-left-after-ctrl-c'), ('batch norm', 'tutorials/batchnorm.html'),
-    ('texts', 'tutorials/text'), ('loss is NaN', 'extras/skip.html'),
+    ('texts', 'tutorials/text'), ('loss is NaN', 'extras.html'),
     ('gradient clipping', 'questions.html#how-do-i-clip-gradients'), ('several GPUs', 'tutorials/several_gpus.html'),
     ('learning rate', 'tutorials/lr_find.html'), ('dropout', 'microbatch.html#batch-norm-and-dropout'),
     ('mixed precision', 'works_with.html#in-half-precision'), ('my own loss', 'loss.html#your-own-loss'),
@@ -319,10 +319,10 @@ def test_search(words, wanted, page, root):
 @on_site
 def test_search_in_a_folder(page, root):
     "A page in a folder finds the same, and the link leads there"
-    page.goto(root+'extras/skip.html', wait_until='load')
+    page.goto(root+'tutorials/images.html', wait_until='load')
     search(page, 'out of memory')
     page.press('input[type=search]', 'Enter')
-    page.wait_for_url('**/howto/memory.html')
+    page.wait_for_url('**/know/what_fits.html')
 
 @on_site
 @pytest.mark.parametrize('scheme', ['light','dark'])
@@ -385,7 +385,7 @@ def test_around_the_page(path, page, root):
     assert text==(SITE.parent/'nbs'/nb).read_text()
 
 @on_site
-@pytest.mark.parametrize('path', ['index.html','extras/skip.html','works_with.html','know/trial.html'])
+@pytest.mark.parametrize('path', ['index.html','extras.html','works_with.html','know/trial.html'])
 @pytest.mark.parametrize('height', [400,844])
 def test_menu_on_a_phone(path, height, page, root):
     "It begins with its first entry, below the bar, and scrolls to its last"
