@@ -360,6 +360,12 @@ def test_menus():
     nbs,menus = SITE.parent/'nbs',runpy.run_path(str(DOCS), run_name='docs')['menus']()
     assert sorted(sum(menus, []))==sorted(p.relative_to(nbs).as_posix() for p in nbs.rglob('*.ipynb'))
 
+def test_names_break_at_dots():
+    "A long name in `On this page` breaks behind its dots, and its link stays"
+    finish = runpy.run_path(str(DOCS), run_name='docs')['broken_at_dots']
+    nav = '<nav id="TOC"><a href="#learner.n_steps">Learner.n_steps</a> <a href="#e">The end.</a></nav>'
+    assert finish(re.match('.*', nav))==nav.replace('Learner.n', 'Learner.<wbr>n')
+
 def hidden():
     "The pages of the menu for developers"
     return [Path(o).with_suffix('.html').as_posix() for o in runpy.run_path(str(DOCS), run_name='docs')['menus']()[1]]
