@@ -64,6 +64,7 @@ def finished(text, page):
     text = re.sub(r'<(link|script)\b[^>]*/katex@[^>]*>(</script>)?\s*', '', text)
     text = re.sub(r'src="data:image/png;base64,([^"]{800})[^"]*"', as_drawn, text)
     text = re.sub(r'<table\b.*?</table>', stacked, text, flags=re.S)
+    text = re.sub(r'<nav id="TOC".*?</nav>', broken_at_dots, text, flags=re.S)
     text = text.replace(f'<a href="{cfg.doc_host}{cfg.doc_baseurl}/', f'<a href="{"../"*(len(page.parts)-1) or "./"}')
     source = (cfg.nbs_path/(nb := page.with_suffix('.ipynb'))).read_text()
     (cfg.doc_path/nb).write_text(source)
@@ -72,6 +73,10 @@ def finished(text, page):
     links += f'<a href="{nb.name}" download>Download the notebook</a>'
     title = r'(?s)(<header id="title-block-header".*?)(?=</header>)'
     return re.sub(title, rf'\1<p class="notebook-links">{links}</p>', text.replace('#LNone', ''), count=1)
+
+def broken_at_dots(m):
+    "Let a long name in `On this page` break behind its dots"
+    return re.sub(r'(?<=>)[^<]*\w\.\w[^<]*(?=</a>)', lambda a: re.sub(r'(?<=\w)\.(?=\w)', '.<wbr>', a[0]), m[0])
 
 def as_drawn(m):
     "Note the width of a plot: a point of matplotlib is one of the page, 1/72 of an inch"

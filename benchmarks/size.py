@@ -1,11 +1,11 @@
 """How large and how dense the code is, and how far a window travels through it.
 
-    python benchmarks/size.py    # lines of each module, what makes them hard to read, and the calls and moves in one window of four
+    python benchmarks/size.py    # lines of each module, what makes them hard to read, words of the notebooks, and the calls and moves in one window of four
 
 A line counts if it is neither blank nor a comment. Hard to read are conditional expressions inside of others, assignments of several values to several
 names, lines over 100 characters, and cells of the notebooks with more than 30 lines of code. A call is one of a Python function of the package or of `fastai.learner`, counted with
 `sys.setprofile` over one window of four micro-batches; a move is a call in another module than the call before."""
-import ast,sys,warnings
+import ast,json,sys,warnings
 from collections import Counter
 from pathlib import Path
 from common import *
@@ -59,5 +59,7 @@ if __name__=='__main__':
     print(table(rows, ['module','lines','nested conditionals','assignments of several values','lines over 100 characters','cells over 30 lines']))
     of = {Path(r[0]).stem:r[1] for r in rows}
     print(f'\nthe promise ({", ".join(promise)}): {sum(map(of.get, promise))} lines')
+    texts = [c for f in root.parent.glob('nbs/**/*.ipynb') for c in json.loads(f.read_text())['cells'] if c['cell_type']=='markdown']
+    print(f"\nthe notebooks: {sum(len(''.join(c['source']).split()) for c in texts):,} words of prose")
     calls = [['a window of four', *window(AccumulateStep(4))], ["four batches of fastai's", *window([], 4)]]
     print('\n'+table(calls, ['','calls','moves']))

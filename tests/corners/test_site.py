@@ -301,7 +301,7 @@ def search(page, words):
 SEARCHES = [
     ('out of memory', 'know/what_fits.html'), ('CUDA out of memory', 'know/what_fits.html'),
     ('Ctrl-C', 'questions.html#what-is-left-after-ctrl-c'), ('batch norm', 'tutorials/batchnorm.html'),
-    ('texts', 'tutorials/text'), ('loss is NaN', 'extras/skip.html'),
+    ('texts', 'tutorials/text'), ('loss is NaN', 'extras.html'),
     ('gradient clipping', 'questions.html#how-do-i-clip-gradients'), ('several GPUs', 'tutorials/several_gpus.html'),
     ('learning rate', 'tutorials/lr_find.html'), ('dropout', 'microbatch.html#batch-norm-and-dropout'),
     ('mixed precision', 'works_with.html#in-half-precision'), ('my own loss', 'loss.html#your-own-loss'),
@@ -319,7 +319,7 @@ def test_search(words, wanted, page, root):
 @on_site
 def test_search_in_a_folder(page, root):
     "A page in a folder finds the same, and the link leads there"
-    page.goto(root+'extras/skip.html', wait_until='load')
+    page.goto(root+'tutorials/images.html', wait_until='load')
     search(page, 'out of memory')
     page.press('input[type=search]', 'Enter')
     page.wait_for_url('**/know/what_fits.html')
@@ -359,6 +359,12 @@ def test_menus():
     "Each notebook stands in one menu, once, and each entry of a menu is a notebook"
     nbs,menus = SITE.parent/'nbs',runpy.run_path(str(DOCS), run_name='docs')['menus']()
     assert sorted(sum(menus, []))==sorted(p.relative_to(nbs).as_posix() for p in nbs.rglob('*.ipynb'))
+
+def test_names_break_at_dots():
+    "A long name in `On this page` breaks behind its dots, and its link stays"
+    finish = runpy.run_path(str(DOCS), run_name='docs')['broken_at_dots']
+    nav = '<nav id="TOC"><a href="#learner.n_steps">Learner.n_steps</a> <a href="#e">The end.</a></nav>'
+    assert finish(re.match('.*', nav))==nav.replace('Learner.n', 'Learner.<wbr>n')
 
 def hidden():
     "The pages of the menu for developers"
