@@ -101,20 +101,20 @@ class Once(Trial):
 class Meter(Trial):
     "Ends the fit after a step to warm up and `n_try` more, or one more if it is slow"
     order = math.inf   # the last one in `before_step`, so nobody has cancelled the step
-    n_steps = fixed = 0
+    made = fixed = 0   # steps, bytes
     def __init__(self, n_try, slow=5.): store_attr()   # `slow`: seconds
     def before_fit(self):
         self.ends = [time.perf_counter()]
         self.counts = getattr(in_charge(self.learn), 'counts', None)
     def before_step(self):
-        self.n_steps += 1
+        self.made += 1
         self.fixed = sum(held_bytes(self.learn))
     def after_batch(self):
         synchronize(self.learn.model)
         self.ends.append(time.perf_counter())
         n_most = 2 if self.ends[-1]-self.ends[-2]>self.slow else self.n_try+1
         # a scaler may skip steps
-        if self.n_steps>=n_most or len(self.ends)>20+self.n_try: raise CancelFitException
+        if self.made>=n_most or len(self.ends)>20+self.n_try: raise CancelFitException
 
 # %% ../../nbs/know/ways.ipynb #wfi00020
 def held_bytes(learn):
