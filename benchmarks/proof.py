@@ -14,7 +14,7 @@ from common import *
 from fastai.text.all import *
 from fastai.vision.all import *
 from fastai_accum.all import *
-from fastai_accum import guard,microbatch
+from fastai_accum import cutting,guard
 from fastai_accum.memory import checkpointing
 
 ways = dict(exact=lambda: MicroBatch(4, exact=True), coupled=lambda: MicroBatch(4, coupled=True), checkpointing=GradientCheckpointing)
@@ -74,7 +74,7 @@ def proof(make, way):
         guard.guard(*args)
         took.append(time.process_time()-start)
         raise CancelFitException
-    microbatch.guard = checkpointing.guard = timed
+    cutting.guard = checkpointing.guard = timed
     with learn.no_bar(),learn.no_logging(): learn.fit(1, cbs=ways[way]())
     return took[0]
 
