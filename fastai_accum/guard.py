@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from fastai.basics import *
 from .devices import has_float64
 from .proof import NotTried,Proof,Trial,Unsteady,compare
-from .refusals import NotProved
+from .refusals import NotProved,is_a
 from .rows import Does,first_difference
 from .slices import NotPossible,Refused,is_floating,join,leaves,n_rows,slices,tree_map
 from .state import modes
@@ -40,10 +40,14 @@ def guard(cb, learn, xb):
         tried.append((sizes, able, True))
     if is_tried(key): return
     if learn.opt: able |= {id(p) for p,*_ in learn.opt.all_params()}   # after `unfreeze`, too
-    found = tell_proof(way, learn, partial(first_proof, does, ways, xb, learn.yb, able, is_alone=learn.model is model))
+    found = tell_proof(way, learn, partial(first_proof, does, ways, xb, learn.yb, able, is_alone=_is_alone(learn)))
     if isinstance(found, Proof) and (found.raised or found.differs): refuse(way, model, found)
     if isinstance(found, NotTried) and way.unproved: refuse_unproved(way, found)
     tried.append((key, able, isinstance(found, Proof)))
+
+def _is_alone(learn):
+    "Whether no `DistributedDataParallel` that lasts holds the parameters, which must keep their dtype for it"
+    return learn.model is get_model(learn.model) or any(is_a(o, 'DistributedTrainer') for o in learn.cbs)   # made for a fit
 
 def forget_failed(model):
     "Let trials of `model` that have failed be made again, with their warning"

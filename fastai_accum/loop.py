@@ -166,7 +166,7 @@ class Epoch:
     "An epoch of `learn` in windows"
     def __init__(self, acc, learn):
         self.acc,self.learn = acc,learn
-        self.group = processes(learn.model, 3+len(parameters(learn)))
+        self.group = processes(learn.model, 4+len(parameters(learn)))
         self.slicer = first(window_callbacks(learn), attrgetter('cuts'))
         self.windows = self.plan(learn.epoch)
         self.n_before = acc.counts.n_samples   # samples of the epochs before this one
