@@ -1,4 +1,4 @@
-"""Run the epochs of a learner in windows: each sums up the gradients of its micro-batches, and steps once
+"""Train in windows: each sums up the gradients of its micro-batches, and steps once
 
 Docs: https://fastai-accum.github.io/fastai_accum/loop.html.md"""
 
