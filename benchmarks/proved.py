@@ -3,6 +3,7 @@
     python benchmarks/proved.py                   # print the tables
     python benchmarks/proved.py --save            # and write them to benchmarks/results/proved.json, which the docs show
     python benchmarks/proved.py --save --only BERT "timm resnet18"   # the other rows of this file stay
+    python benchmarks/proved.py --save --only kinds                  # the second table
 
 Each model has a process of its own, since a process keeps most of the memory that it has had. What is found is written after each model. Each model is trained in float32, as users train it, from random weights. Nothing is downloaded. `trained` is the check of the check: one step in float64 with
 dropout, batch norm and all, in this way and with the large batch, and the relative difference of the gradients and buffers. With `coupled`, batch norm and dropout
@@ -237,11 +238,11 @@ if __name__=='__main__':
     rows,cases = {n:[r for r in was['rows'] if r['name']==n] for n in archs},was['cases']
     def keep():
         if args.save: save('proved', batch=bs, slice=small, rows=sum(rows.values(), []), cases=cases)
-    for name in args.only or archs:
+    for name in [o for o in args.only or archs if o!='kinds']:
         rows[name] = alone(rows_of, name)
         for r in rows[name]: print(' | '.join(map(str, cells(r))), flush=True)
         keep()
-    if not args.only:
+    if not args.only or 'kinds' in args.only:
         cases = alone(of_kinds)
         keep()
         print(table([(r, w, *(sum(c['what']==o for c in cases if (c['row'],c['way'])==(r,w)) for o in outcomes))
