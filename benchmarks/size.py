@@ -11,6 +11,8 @@ from pathlib import Path
 from common import *
 warnings.filterwarnings('ignore')
 from fastai.basics import *
+from fastai import basics
+from fastai_accum import private
 from fastai_accum.core import AccumulateStep
 
 root  = Path(__file__).resolve().parent.parent/'fastai_accum'
@@ -57,6 +59,8 @@ if __name__=='__main__':
     n,nested,several,long,cells = [sum(o) for o in list(zip(*rows))[1:]]
     rows.append(['all modules', n, nested, f'{several}: {100*several/n:.1f} in 100 lines', f'{long}: {100*long/n:.0f} %', cells])
     print(table(rows, ['module','lines','nested conditionals','assignments of several values','lines over 100 characters','cells over 30 lines']))
+    used = [k for k,v in vars(private).items() if not k.startswith('_') and not hasattr(basics, k)]
+    print(f'\nprivate names of PyTorch and fastai that private.py gives to the others: {len(used)}')
     of = {Path(r[0]).stem:r[1] for r in rows}
     print(f'\nthe promise ({", ".join(promise)}): {sum(map(of.get, promise))} lines')
     texts = [c for f in root.parent.glob('nbs/**/*.ipynb') for c in json.loads(f.read_text())['cells'] if c['cell_type']=='markdown']

@@ -74,6 +74,7 @@ def refuse_unknown(cls, kwargs):
             hint = "If a loss of your own sums over the batch, say so by an attribute: loss.reduction='sum'. "
         raise TypeError(f"{cls.__name__}: there is no argument {k!r}. {hint}The arguments are {', '.join(args)}")
 
+# %% ../nbs/refusals.ipynb #cdbc50d1
 def refuse_unnamed(who, first, *vs):
     "Ask for the names of what comes after the first argument"
     if not vs: return

@@ -40,26 +40,28 @@ class Exact(Coupled):
                              "on the host already")
         refuse(model)
 
-    def run(self, learn, forward, xb, parts, sizes):
-        "The predictions for each slice"
-        if learn.training: refuse_long(self.model, text_lengths(self.model, xb[0]))
-        if sizes is None:   # no targets to count
-            return super().run(learn, forward, xb, parts, sizes)
-        state = ModelState(self.model, [*held(self.model), *shared])
-        cut = partial(self.micro.cut_inputs, learn)
-        def run():
-            try:
-                plan = self.plan(state, forward, xb, sum(sizes), cut)
-                return self.run_slices(plan, state, forward, parts, sizes)
-            except BaseException:
-                state.restore()
-                raise
-        with lent(batchnorm, sync_batch_norm=synced):
-            try: return run()
-            except Differs:   # such as layers that are left out at random
-                self.plans.clear()
-                self.takes_few = False
-            return run()
+# %% ../../nbs/exact/whole.ipynb #10388301
+@patch
+def run(self:Exact, learn, forward, xb, parts, sizes):
+    "The predictions for each slice"
+    if learn.training: refuse_long(self.model, text_lengths(self.model, xb[0]))
+    if sizes is None:   # no targets to count
+        return super(Exact, self).run(learn, forward, xb, parts, sizes)
+    state = ModelState(self.model, [*held(self.model), *shared])
+    cut = partial(self.micro.cut_inputs, learn)
+    def run():
+        try:
+            plan = self.plan(state, forward, xb, sum(sizes), cut)
+            return self.run_slices(plan, state, forward, parts, sizes)
+        except BaseException:
+            state.restore()
+            raise
+    with lent(batchnorm, sync_batch_norm=synced):
+        try: return run()
+        except Differs:   # such as layers that are left out at random
+            self.plans.clear()
+            self.takes_few = False
+        return run()
 
 # %% ../../nbs/exact/whole.ipynb #28d41b96
 def refuse(model):
