@@ -412,7 +412,7 @@ def weigh(self:Window):
     pair = (w,w) if type(w) in (int,float) else _pair(w)
     if pair and 0<=pair[0]<math.inf and 0<=pair[1]<math.inf: return pair
     name = 'weight' if given else 'loss_weight'
-    raise ValueError(f"{self.acc}: {name} must return one finite number of at least 0, "
+    raise ValueError(f"{self.acc}: {name} must return one finite number of at least 0, or a tuple of two, "
                      f"got {getattr(w, 'shape', w)!r}; "
                      "if it is a tensor with several, return their sum")
 
