@@ -72,6 +72,11 @@ def n_steps(self:Learner,
     Example: `OneCycleLR(opt, max_lr=.1, total_steps=learn.n_steps(5))` before `learn.fit(5)`.
     https://fastai-accum.github.io/fastai_accum/core.html"""
     n_epoch = check_count('n_steps', 'n_epoch', n_epoch)
+    if not self.dls or not self.dls.loaders:
+        raise ValueError("n_steps: the learner has no training loader; set `learn.dls`")
+    if any(is_a(o, 'GradientAccumulation') for o in self.cbs):
+        raise ValueError("n_steps: fastai's GradientAccumulation steps when enough samples have come, so nobody knows "
+                         "how often; use AccumulateStep in its place")
     dl,n_procs = in_a_fit(self)
     acc = AccumulateStep(**accumulation_settings()) if is_added(self) else in_charge(self)
     if acc is None: return n_epoch*len(dl)

@@ -30,7 +30,7 @@ from .windows import batch_size,n_inputs,n_of
 class Cutting(WindowCallback):
     "Cuts each batch into slices, smaller ones if memory runs out"
     name = 'micro_batches'   # `learn.micro_batch` is the method
-    cuts = run_valid = True
+    cuts = run_valid = prove = True
     group = Alone()          # the processes that train together
     mode = None              # how the slices of this epoch show the batch
     n = None                 # samples in the batch that is being cut

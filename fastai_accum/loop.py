@@ -45,6 +45,7 @@ class WindowCallback(Callback):
     counts = Counts()                  # what this fit has done, or the last one
     scale = None                       # what losses are divided by in this fit
     left_out = False                   # whether a loss of weight 0 was left out
+    floor = None                       # the c of a loss that divides by max(c, n)
     last_loss = None                   # the mean loss of the last window
     _stateattrs = ('window',)          # not copied, not saved
     __setattr__ = object.__setattr__   # fastai's also looks for each name in the model
@@ -114,6 +115,7 @@ def begin(self:WindowCallback):
     self.counts = Counts()
     self.scale = self.last_loss = None
     self.left_out = False
+    self.floor = None
     if in_charge(learn) is not self: return
     windows = self.windows(learn, learn.dls.train)
     if windows.ends!=[]: note_batch_norm(self, learn)   # otherwise, an error comes soon
@@ -410,11 +412,23 @@ def weigh(self:Window):
     with torch.no_grad(): w = f(learn.pred, *learn.yb)
     if isinstance(w, Tensor) and w.numel()==1: w = w.item()
     pair = (w,w) if type(w) in (int,float) else _pair(w)
-    if pair and 0<=pair[0]<math.inf and 0<=pair[1]<math.inf: return pair
+    if pair and 0<=pair[0]<math.inf and 0<=pair[1]<math.inf: return self.checked(*pair)
     name = 'weight' if given else 'loss_weight'
-    raise ValueError(f"{self.acc}: {name} must return one finite number of at least 0, "
+    raise ValueError(f"{self.acc}: {name} must return one finite number of at least 0, or a tuple of two, "
                      f"got {getattr(w, 'shape', w)!r}; "
                      "if it is a tensor with several, return their sum")
+
+@patch
+def checked(self:Window, divisor, weight):
+    "Refuse two numbers that are not max(c, n) and n with the same c in all micro-batches"
+    acc = self.acc
+    if divisor!=weight:
+        if acc.floor is None: acc.floor = divisor
+        if divisor<weight or not math.isclose(divisor, acc.floor, rel_tol=1e-6):
+            raise ValueError(f"{acc}: the two numbers of weight must be max(c, n) and n, with the same c in all "
+                             f"micro-batches, got {divisor:g} and {weight:g}; for any other divisor, load the large "
+                             "batch and write MicroBatch(coupled=True)")
+    return divisor,weight
 
 def _pair(w):
     "`w`, a number or two, as two numbers; `None` if it is something else"

@@ -41,7 +41,7 @@ def check(self:MicroBatch):
     "Refuse a wrong argument, also one that was set later"
     if self.bs!='auto':
         self.bs = check_count('MicroBatch', 'bs', self.bs, "an int of at least 1, or 'auto'")
-    flags = dict(coupled=self.coupled, exact=self.exact, valid=self.valid, prove=bool(self.prove))
+    flags = dict(coupled=self.coupled, exact=self.exact, valid=self.valid, prove=self.prove or False)
     check_flags('MicroBatch', (True,False), **flags)
     check_function('MicroBatch', 'split', self.split, '(batch, bs) -> slices')
     check_function('MicroBatch', 'weight', self.weight, '(pred, *yb) -> float')

@@ -26,11 +26,6 @@ _signatures = {   # the functions that are batch norms
     torch.batch_norm: inspect.signature(_builtin),
     synced:           inspect.signature(partial(SyncBatchNormFunction.forward, None))}
 
-# %% ../nbs/norms.ipynb #d0287762
-_plain = F.multi_head_attention_forward
-_attention = FunctionType(_plain.__code__, {**vars(F), 'has_torch_function':lambda _: False},
-                          argdefs=_plain.__defaults__)
-
 # %% ../nbs/norms.ipynb #b8a6de09
 class AtNorms(TorchFunctionMode):
     "Call `norm(args, f)` in the place of each batch norm in training, which is `f()`"

@@ -98,17 +98,17 @@ def is_a(cb, *names):
 _methods = dict(AccumulateStep='accumulate', MicroBatch='micro_batch', GradientCheckpointing='gradient_checkpointing',
                 OffloadActivations='offload_activations')
 
-def arguments(cb):
-    "The arguments of `cb` that are not the defaults, as one writes them"
-    pars = inspect.signature(type(cb).__init__).parameters.values()
+def arguments(cb, cls=None):
+    "The arguments of `cb` that are not the defaults, as one writes them for `cls`, its class or one that it is made from"
+    pars = inspect.signature((cls or type(cb)).__init__).parameters.values()
     args = {o.name:getattr(cb, o.name) for o in pars if hasattr(cb, o.name)}
     args = {o.name:args[o.name] for o in pars if o.name in args and args[o.name]!=o.default}
     return ', '.join(f"{k}={getattr(v, '__name__', None) or repr(v)}" for k,v in args.items())   # the name of a function
 
 def as_line(cb, learn='learn'):
     "The line that adds a callback like `cb` to `learn`"
-    method = first(v for k,v in _methods.items() if is_a(cb, k))   # of a subclass, too
-    return f"{learn}.{method}({arguments(cb).removeprefix('bs=')})"
+    cls = first(o for o in type(cb).__mro__ if o.__name__ in _methods)   # a subclass may have other arguments
+    return f"{learn}.{_methods[cls.__name__]}({arguments(cb, cls).removeprefix('bs=')})"
 
 def makes_windows(cb):
     "Whether `cb`, a callback or a class of callbacks, is an `AccumulateStep` or a `MicroBatch`"

@@ -81,10 +81,10 @@ def test_weight_values(v):
     w = lambda pred,targ: torch.tensor(v)
     refused(make_learner(make_dls(64, 8), cbs=AccumulateStep(4, weight=w)), f'weight must return .*got {v}')
 
-@pytest.mark.parametrize('v', [torch.ones(3), None, 'a'])
+@pytest.mark.parametrize('v', [torch.ones(3), None, 'a', [1,2], (1,-1), (1,1,1)])
 def test_weight_types(v):
     refused(make_learner(make_dls(64, 8), cbs=AccumulateStep(4, weight=lambda pred,targ: v)),
-            'weight must return .* got')
+            'weight must return .* or a tuple of two, got')
 
 def test_never_a_step():
     for kw,n in (dict(n_step=9), 8), (dict(n_samples=65), 64):
@@ -230,3 +230,24 @@ class Reads(Callback):
 def test_what_only_takes_or_reads_gradients(also):
     learn,_ = same(lambda: [AccumulateStep(4), *L(also())], also=Reads)
     assert learn.reads.norms
+
+def test_the_line_of_a_subclass():
+    "`learn.micro_batch` makes a `MicroBatch`, so the line has all that this needs"
+    class Mine(MicroBatch):
+        def __init__(self, bs=4): super().__init__(bs, exact=True)
+    class Wants(nn.Module):
+        def __init__(self): super().__init__(); self.m = small_model()
+        def forward(self, x):
+            if len(x) not in (16,4): raise ValueError('16 or 4 rows')
+            return self.m(x)
+    learn = make_learner(make_dls(32, 16), Wants(), cbs=Mine(), splitter=trainable_params)
+    refused(learn, r'write learn.micro_batch\(4, exact=True, prove=False\)')
+
+def test_prove_is_a_flag():
+    with pytest.raises(ValueError, match="MicroBatch: prove must be True or False, got 'no'"): MicroBatch(8, exact=True, prove='no')
+
+def test_saved_by_an_earlier_version():
+    "A callback that was saved before `prove` was there is proved"
+    cb = MicroBatch(8, exact=True)
+    vars(cb).pop('prove')
+    same(lambda: cb, bs=32)

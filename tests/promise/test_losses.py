@@ -197,3 +197,13 @@ def test_one_warning_where_a_loss_is_left_out(k):
 def test_no_warning_where_targets_are_ignored(y, recwarn):
     make_learner(make_dls(N, 2, y), cbs=AccumulateStep(16)).fit(1)
     assert not [o for o in recwarn if 'weight 0' in str(o.message)]
+
+@pytest.mark.parametrize('k', ways)
+@pytest.mark.parametrize('w', [lambda p,t: (t.sum()+1,t.sum()), lambda p,t: (t.sum()+1e-6,t.sum()),
+                               lambda p,t: (t.sum(),t.sum().clamp(min=1))], ids=['plus_one','epsilon','swapped'])
+def test_two_numbers_of_another_divisor(w, k):
+    "n+1 would be off by 0.9, as the window divides by the largest of the first numbers, or the sum of the second"
+    bs,way = ways[k]
+    learn = make_learner(make_dls(N, bs, positives(), shuffle=False), loss_func=per_positive(1.), cbs=way(w))
+    with pytest.raises(ValueError, match=r'must be max\(c, n\) and n, with the same c.*coupled=True'): learn.fit(1)
+    assert not learn.spy.steps

@@ -56,3 +56,9 @@ def test_several_processes(monkeypatch):
     for way,n in (AccumulateStep(2),3),(AccumulateStep(n_samples=32),3),(None,5):
         learn = make_learner(make_dls(76, 8), cbs=L(way)+[DistributedTrainer()])   # 10 batches, 5 for each
         assert learn.n_steps()==n
+
+def test_what_cannot_be_known():
+    learn = make_learner(make_dls(76, 8), cbs=GradientAccumulation(32))
+    with pytest.raises(ValueError, match="n_steps: fastai's GradientAccumulation.*use AccumulateStep"): learn.n_steps()
+    for dls in None,DataLoaders():
+        with pytest.raises(ValueError, match='n_steps: .*no training loader'): Learner(dls, small_model(), nn.MSELoss()).n_steps()

@@ -349,3 +349,41 @@ def test_python_3_14(monkeypatch, capsys):
     monkeypatch.delattr(sys.modules['copy'], '_deepcopy_atomic')
     learner(net(), MicroBatch(3, exact=True)).fit(1)
     assert 'is proved on your model' in capsys.readouterr().out
+
+at_16 = dict(number=lambda m,h: h*(2. if len(h)>=16 else 1.), dropout=lambda m,h: F.dropout(h, .5 if len(h)>=16 else .1),
+             weights=lambda m,h: (m.a if len(h)>=16 else m.b)(h), norm=lambda m,h: m.norm(h) if len(h)>=16 else h)
+
+class FromSixteen(nn.Module):
+    "Does something else with 16 samples, with the same operations of PyTorch"
+    def __init__(self, k, dim=0):
+        super().__init__()
+        self.k,self.dim,self.m = k,dim,small_model()
+        self.a,self.b,self.norm = nn.Linear(3,3).double(),nn.Linear(3,3).double(),nn.BatchNorm1d(3).double()
+    def forward(self, x): return at_16[self.k](self, self.m(x.transpose(0, self.dim)))
+
+def refused_at_16(dls, model, cb):
+    learn = make_learner(dls, model, cbs=cb, splitter=trainable_params)
+    with pytest.raises(Refused, match='does something else with'): learn.fit(1)
+    assert not learn.spy.steps
+
+@pytest.mark.parametrize('bs', [8,1])
+@pytest.mark.parametrize('k', at_16)
+def test_numbers_and_weights_that_depend_on_the_size(k, bs):
+    "Also where slices have one sample"
+    refused_at_16(make_dls(64, 32), FromSixteen(k), MicroBatch(bs, exact=True))
+
+@pytest.mark.parametrize('k', ['norm','weights'])
+def test_the_size_of_a_batch_that_is_split_in_another_way(k):
+    def split(b, bs): return [(b[0][:,i:i+bs],b[1][i:i+bs]) for i in range(0, len(b[1]), bs)]
+    dl = DataLoader([(features(32).T,classes(32))]*2, bs=None)
+    refused_at_16(DataLoaders(dl, dl), FromSixteen(k, dim=1), MicroBatch(8, exact=True, split=split))
+
+def test_numbers_that_count_samples():
+    "Such as a mean that is written by hand"
+    class Means(nn.Module):
+        def __init__(self): super().__init__(); self.m = small_model()
+        def forward(self, x):
+            h = self.m(x)
+            self.mean = h.detach().sum()/len(h) + h.detach().sum()*(1/len(h)) + 0*torch.arange(1, len(h)+1).sum()
+            return h
+    same(lambda: MicroBatch(8, exact=True), bs=32, model=Means, splitter=trainable_params)
