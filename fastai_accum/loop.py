@@ -412,7 +412,8 @@ def weigh(self:Window):
     with torch.no_grad(): w = f(learn.pred, *learn.yb)
     if isinstance(w, Tensor) and w.numel()==1: w = w.item()
     pair = (w,w) if type(w) in (int,float) else _pair(w)
-    if pair and 0<=pair[0]<math.inf and 0<=pair[1]<math.inf: return self.checked(*pair)
+    if pair and 0<=pair[0]<math.inf and 0<=pair[1]<math.inf:
+        return pair if pair[0]==pair[1] else self.checked(*pair)
     name = 'weight' if given else 'loss_weight'
     raise ValueError(f"{self.acc}: {name} must return one finite number of at least 0, or a tuple of two, "
                      f"got {getattr(w, 'shape', w)!r}; "
@@ -422,13 +423,11 @@ def weigh(self:Window):
 def checked(self:Window, divisor, weight):
     "Refuse two numbers that are not max(c, n) and n with the same c in all micro-batches"
     acc = self.acc
-    if divisor!=weight:
-        if acc.floor is None: acc.floor = divisor
-        if divisor<weight or not math.isclose(divisor, acc.floor, rel_tol=1e-6):
-            raise ValueError(f"{acc}: the two numbers of weight must be max(c, n) and n, with the same c in all "
-                             f"micro-batches, got {divisor:g} and {weight:g}; for any other divisor, load the large "
-                             "batch and write MicroBatch(coupled=True)")
-    return divisor,weight
+    if acc.floor is None: acc.floor = divisor
+    if divisor>weight and math.isclose(divisor, acc.floor, rel_tol=1e-6): return divisor,weight
+    raise ValueError(f"{acc}: the two numbers of weight must be max(c, n) and n, with the same c in all "
+                     f"micro-batches, got {divisor:g} and {weight:g}; for any other divisor, load the large "
+                     "batch and write MicroBatch(coupled=True)")
 
 def _pair(w):
     "`w`, a number or two, as two numbers; `None` if it is something else"
