@@ -15,7 +15,7 @@ from fastai.basics import *
 from .devices import has_float64
 from .proof import NotTried,Proof,Trial,Unsteady,compare
 from .refusals import NotProved,is_a
-from .rows import Does,first_difference
+from .rows import Does,first_difference,first_unlike
 from .slices import NotPossible,Refused,is_floating,join,leaves,n_rows,slices,tree_map
 from .state import modes
 from .status import Status
@@ -82,15 +82,17 @@ def tries(does, ways, xb, few, split, size, double):
     "What to try: the unit of samples, the batches, and whether in float64"
     looks = any(w.parts for w in ways)   # whether the number of samples matters
     def cuts(unit): return [few(unit=unit)] if split else [smaller(few(unit=unit)),few(unit=unit)]
-    units = [1]*(not looks or does_the_same(does, xb, few()[1])) + [size]*bool(size and not split)
+    rows = None if split else (n_rows(xb),3)
+    units = [1]*(not looks or does_the_same(does, xb, few()[1], rows))
+    if size and not (split and units): units.append(size)
     for is_double in (True,False) if double else (False,):
         for unit in units:
             for batches in cuts(unit): yield unit,batches,is_double
 
-def does_the_same(does, xb, few):
+def does_the_same(does, xb, few, rows):
     "Whether three samples say something of the batch `xb`"
     whole,own = does(xb),does(few[:len(xb)])
-    return not whole or bool(own) and whole.names==own.names
+    return not whole or bool(own) and first_unlike(whole, own, rows) is None
 
 # %% ../nbs/guard.ipynb #8b7e2b99
 def first_proof(does, ways, xb, yb, able, tick, is_alone):
@@ -138,10 +140,18 @@ def refuse_unproved(way, found):
 # %% ../nbs/guard.ipynb #716a9e33
 def check_rows(way, does, xb, parts):
     "Refuse a model that does something else with a slice than with the batch"
-    for part in {n_rows(o):o for o in parts if way.split is None and n_rows(o)>1}.values():
-        if not (found := first_difference(does, xb, part)): continue
-        raise Refused(f"{way.who} is not possible: the model does something else with {n_rows(part)} samples than with "
-                      f"{n_rows(xb)}, in {found}. Leave {way.leave}, or write {' or '.join(way.instead)} in its place")
+    for rows,part in _sizes(way, xb, parts):
+        if not (found := first_difference(does, xb, part, rows)): continue
+        n,k = rows or ('the whole batch','a slice')
+        raise Refused(f"{way.who} is not possible: the model does something else with {k}{' samples'*bool(rows)} than with "
+                      f"{n}, in {found}. Leave {way.leave}, or write {' or '.join(way.instead)} in its place")
+
+def _sizes(way, xb, parts):
+    "One slice of each size, and the rows of `xb` and of the slice, if samples are along the first dimension"
+    if way.split: return [(None,o) for o in {repr([x.shape for _,x in leaves(o)]):o for o in parts}.values()]
+    n = n_rows(xb)
+    # batch norm refuses a single sample, and other models may take another way, so two stand for it
+    return [((n,k),slices(xb, k)[0]) for k in dict.fromkeys(max(2, n_rows(o)) for o in parts) if k<n]
 
 # %% ../nbs/guard.ipynb #95236ca7
 def refuse(way, model, proof):
