@@ -127,12 +127,14 @@ def test_changelog():
     assert f'\n## {fastai_accum.__version__}\n' in (root/'CHANGELOG.md').read_text()
 
 def test_import_time(tmp_path):
-    """At most 50 ms on top of `import fastai.basics`, compiled as an installed package is: the best of five, since a
-    busy machine only ever adds"""
+    """At most 2 % of `import fastai.basics`, compiled as an installed package is: each the best of five, since a busy
+    machine only ever adds"""
     env = {k:v for k,v in os.environ.items() if k!='PYTHONDONTWRITEBYTECODE'} | {'PYTHONPYCACHEPREFIX':str(tmp_path)}
-    code = 'import time, fastai.basics; t=time.perf_counter(); import fastai_accum.all; print(time.perf_counter()-t)'
-    secs = min(float(sh(sys.executable, '-W', 'ignore', '-c', code, cwd=root, env=env)) for _ in range(5))
-    assert secs<0.05, f'{secs*1000:.0f} ms'
+    code = ('from time import perf_counter as now; s=now(); import fastai.basics; t=now(); import fastai_accum.all; '
+            'print(t-s, now()-t)')
+    runs = [map(float, sh(sys.executable, '-W', 'ignore', '-c', code, cwd=root, env=env).split()) for _ in range(5)]
+    fastais,ours = map(min, zip(*runs))
+    assert ours<.02*fastais, f'{ours*1000:.0f} ms, {ours/fastais:.1%} of the {fastais:.2f} s of fastai'
 
 def test_public_names():
     names = {}
