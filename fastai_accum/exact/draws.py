@@ -215,19 +215,21 @@ def _deal(self:Dealt, func, given, args, kwargs):
     out = self._kept(g, whole) if keeps else self._again(g, whole)
     self.at += 1
     if not keeps and not any(axes): return out   # the same for all slices
-    return _result(func, given, self._rows(out, axes[-1]).to(g.device, copy=True))
+    return _result(func, given, self._rows(out, axes[-1]), g.device)
 
 @patch
 def _rows(self:Dealt, o, axis):
     "The rows of the slice in `o`"
     return o if axis is None else o.narrow(axis.dim, axis.rows*self.i, axis.rows*self.n)
 
-def _result(func, given, rows):
+def _result(func, given, rows, device):
     "What `func` returns when it draws `rows`"
+    if _name(func).endswith('_'): return given[0].copy_(rows)   # some fill their argument
+    rows = rows.to(device, copy=True)
     if func is aten.native_dropout.default:
         x,p = given[:2]
         return x.mul(rows).mul_(1/(1-p) if p<1 else 0.),rows
-    return given[0].copy_(rows) if _name(func).endswith('_') else rows   # some fill their argument
+    return rows
 
 # %% ../../nbs/exact/draws.ipynb #a7a2d23a
 @patch
@@ -256,7 +258,7 @@ def _again(self:Dealt, g, whole):
 def _grow(self:Dealt, o, size, strides, axis, keeps):
     "`o` as large as for the whole batch, with the rows of the slice if their values matter"
     if axis is None:   # some operations fill their argument, which must stay as it is
-        return o.clone() if keeps and isinstance(o, Tensor) else o
+        return torch.empty_like(o) if keeps and isinstance(o, Tensor) else o
     big = _sized(size, axis, self.deck.total)
     if not isinstance(o, Tensor): return big[0]
     d = axis.dim
