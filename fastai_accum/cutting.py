@@ -121,14 +121,14 @@ def warn(self:Cutting, learn):
 @contextmanager
 def around_batches(self:Cutting, learn):
     "The mode of an epoch; validation always shows the whole batch"
-    self.mode = self.mode_for(learn.training)
+    was,self.mode = self.mode,self.mode_for(learn.training)   # `validate` may come in the middle of an epoch
     try:
         if learn.training or not self.valid: yield; return
         with processes(learn.model).silent(),self.sliced(learn): yield
     finally:
         # the graph of the loss leads to the model; if that leads to the learner, nothing is freed
         learn.loss_grad = None
-        self.n = None
+        self.mode,self.n = was,None
 
 @patch
 def mode_for(self:Cutting, training):
@@ -157,9 +157,10 @@ def way(self:Cutting, learn, size=2):
         few.mode = few.mode or few.mode_for(True)
         return few.in_slices(few.learn, forward, xb)
     exact = dict(parts=lambda xb: self.cut_inputs(learn, xb)[0], unproved=_unproved(self)) if self.exact else {}
+    split = self.split and (lambda b, bs: self.cut(learn, b, bs)[0])   # which checks the slices
     instead = ['GradientCheckpointing()']*bool(find_blocks(get_model(learn.model))) + ['OffloadActivations()']
     return Way(f'MicroBatch: {kind}=True', (self.coupled,self.exact,self.bs==1,self.split), run, f'{kind} out', instead,
-               self.split, blind=not self.exact, scale=.5, size=self.most(learn, n_of(learn.dls, (*learn.xb,*learn.yb))),
+               split, blind=not self.exact, scale=.5, size=self.most(learn, n_of(learn.dls, (*learn.xb,*learn.yb))),
                **exact)
 
 def _unproved(cb):

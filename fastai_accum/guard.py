@@ -62,7 +62,9 @@ def few_samples(b, cut=slices, unit=1):
         more = -(-sizes[0]//n)
         if more>1: b = join([b]*more, [n]*more)
         *few,last = [cut(b, k)[0] for k in sizes]
-    except ValueError: return [b]*3
+    except ValueError:
+        if cut is not slices: raise   # `split` returns something else
+        return [b]*3
     if not any(is_floating(o) for _,o in leaves(last)): return few   # such as texts, of another size only
     return [*few, tree_map(_larger, last)]   # so that a branch on the size of a value shows
 
