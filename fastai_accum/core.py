@@ -40,13 +40,14 @@ class AccumulateStep(WindowCallback):
 @delegates(AccumulateStep)
 def accumulate(self:Learner,
     n_step:int|Callable|None=None, # Micro-batches in a window, or a schedule `pct -> int`
+    *unnamed,
     **kwargs
 )->Learner:
     """Add an `AccumulateStep` to the learner, in place of an earlier one
 
     Example: `learn.accumulate(4).fine_tune(3)`. The arguments are those of `AccumulateStep`.
     https://fastai-accum.github.io/fastai_accum/core.html"""
-    cb = AccumulateStep(n_step, **kwargs)
+    cb = AccumulateStep(n_step, *unnamed, **kwargs)
     return self.remove_cbs(self.cbs.filter(risinstance(AccumulateStep))).add_cb(cb)
 
 # %% ../nbs/core.ipynb #85b32a1e

@@ -10,7 +10,7 @@ __all__ = ['Cutting']
 # %% ../nbs/cutting.ipynb #cutt0004
 import gc
 from fastai.basics import *
-from .loop import WindowCallback,clear_gradients
+from .loop import WindowCallback,clear_gradients,in_charge
 from .processes import Alone,processes
 from .refusals import *
 from .exact.whole import Exact,refuse_long
@@ -56,8 +56,8 @@ def begin(self:Cutting):
                          "the loader, and AccumulateStep")
     bs = batch_size(learn.dls.train)
     if self.bs!='auto' and bs and self.bs>bs:
-        warnings.warn(f"MicroBatch: bs={self.bs} is above the batch size {bs} of the loader, so no batch "
-                      "is cut; if you want a step to use more samples than a batch has, add AccumulateStep",
+        more = "; if you want a step to use more samples than a batch has, add AccumulateStep"*(in_charge(learn) is self)
+        warnings.warn(f"MicroBatch: bs={self.bs} is above the batch size {bs} of the loader, so no batch is cut{more}",
                       stacklevel=2)
 
 # %% ../nbs/cutting.ipynb #8f8ff8ca

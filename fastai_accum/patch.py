@@ -16,6 +16,7 @@ from .core import AccumulateStep,accumulation_settings,is_added
 @delegates(AccumulateStep)
 def turn_on_accumulation(
     n_step:int|Callable|None=None, # Micro-batches in a window: a number, or a schedule `pct -> int`
+    *unnamed,
     **kwargs
 ):
     """Accumulate in every fit of every `Learner` that has no `AccumulateStep`; an earlier setting is replaced
@@ -23,7 +24,7 @@ def turn_on_accumulation(
     Example: `turn_on_accumulation(4)`, then `learn.fine_tune(3)`. The arguments are those of `AccumulateStep`.
     It stays on, also for learners that you make later, until you call `turn_off_accumulation()`.
     https://fastai-accum.github.io/fastai_accum/patch.html"""
-    AccumulateStep(n_step, **kwargs)   # raises an error for a wrong argument, and the earlier setting stays
+    AccumulateStep(n_step, *unnamed, **kwargs)   # raises an error for a wrong argument, and the earlier setting stays
     defaults.accumulation[-1].kwargs = dict(n_step=n_step, **kwargs)
 
 # %% ../nbs/patch.ipynb #db53f084
@@ -36,6 +37,7 @@ def turn_off_accumulation():
 @delegates(AccumulateStep)
 def accumulation(
     n_step:int|Callable|None=None, # Micro-batches in a window: a number, or a schedule `pct -> int`
+    *unnamed,
     **kwargs
 ):
     """Accumulate in a `with` block, then go back to the earlier setting
@@ -45,7 +47,7 @@ def accumulation(
     block = SimpleNamespace(kwargs=None)
     defaults.accumulation.append(block)
     try:
-        turn_on_accumulation(n_step, **kwargs)
+        turn_on_accumulation(n_step, *unnamed, **kwargs)
         yield
     finally: defaults.accumulation[:] = [o for o in defaults.accumulation if o is not block]
 

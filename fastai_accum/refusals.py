@@ -77,15 +77,16 @@ def refuse_unknown(cls, kwargs):
 # %% ../nbs/refusals.ipynb #cdbc50d1
 def refuse_unnamed(who, first, *vs):
     "Ask for the names of what comes after the first argument"
-    if not vs: return
+    if not vs or isinstance(first, Learner): return   # that is refused later
+    if isinstance(vs[0], bool):
+        flags = ('average','drop_last') if who=='AccumulateStep' else ('exact','coupled')
+        lines = ' or '.join(f'{who}({first!r}, {k}={vs[0]!r})' for k in flags)
+        raise TypeError(f"{who}: name the flag, as in {lines}; got {vs[0]!r} without a name")
     if who=='AccumulateStep':
         raise TypeError(f"AccumulateStep: give one of n_step, which counts micro-batches, and n_samples, which counts "
                         f"samples, such as AccumulateStep(n_step={first!r}); got {first!r} and {vs[0]!r}")
-    if not isinstance(vs[0], bool):
-        raise TypeError(f"MicroBatch: give the samples in a slice only, as in MicroBatch({first!r}); got {first!r} and "
-                        f"{vs[0]!r}. To step once per {vs[0]!r} batches, use AccumulateStep(n_step={vs[0]!r})")
-    raise TypeError(f"{who}: name the flag, as in {who}({first!r}, exact=True) or "
-                    f"{who}({first!r}, coupled=True); got {vs[0]!r} without a name")
+    raise TypeError(f"MicroBatch: give the samples in a slice only, as in MicroBatch({first!r}); got {first!r} and "
+                    f"{vs[0]!r}. To step once per {vs[0]!r} batches, use AccumulateStep(n_step={vs[0]!r})")
 
 # %% ../nbs/refusals.ipynb #b2d406c0
 _overridden = dict(all_batches="override one_batch, which is called for each micro-batch",
@@ -183,7 +184,8 @@ def note_batch_norm(acc, learn):
     cut = first(o for o in learn.cbs if makes_windows(o) and o.cuts)
     part = _slice_size(cut, bs) if cut else None
     sees = bs if part is None or cut.exact else part
-    is_whole = sees==bs and acc.n_step==1
+    is_one = acc.n_step==1 or isinstance(acc.n_samples, int) and acc.n_samples<=(bs or 0)
+    is_whole = sees==bs and is_one   # a window is a batch
     if is_whole or learn in _noted or rank_distrib() or not _norms_differ(learn): return
     _noted.add(learn)
     what = f'{sees} samples' if sees else 'one micro-batch'

@@ -193,9 +193,11 @@ def micro(self:Bench, arg, bs): return MicroBatch(bs, split=self.split, **{arg:T
 def whole_line(self:Bench, arg):
     "The line with a `MicroBatch` that has `arg`"
     if not self.is_own: return repr(self.micro(arg, max(1, (self.yours or 2*self.size)//2)))
-    instead = ' instead of AccumulateStep' if self.acc else ''
+    line = repr(self.micro(arg, self.yours or self.size))
+    if not self.acc: return line
+    instead = ' instead of AccumulateStep'
     if accumulation_settings(): instead = ' after turn_off_accumulation()'
-    return f'{self.micro(arg, self.yours or self.size)!r}{instead}, with the large batch size in the loader'
+    return f'{line}{instead}, with the large batch size in the loader'
 
 # %% ../../nbs/know/check.ipynb #bnch0203
 @patch
@@ -226,7 +228,7 @@ def check(self:Bench):
     seen,yours = self.size,self.yours   # by batch norm
     if getattr(self.cut, 'exact', False): seen,yours = self.size*self.per_batch,self.loaded
     if self.is_own and yours and yours>seen and any(o.kind=='batch norm' for o in causes):
-        title += f' in micro-batches of {seen}; in yours, of {yours}, it is smaller'
+        title += f', measured in micro-batches of {seen}; yours have {yours}, so the error is smaller'
     return Check(err, causes, self.compared(causes), title)
 
 def _how(err): return f'relative error of the gradient {err:.2g}' if err else 'bit for bit'
@@ -246,10 +248,12 @@ def who(self:Bench, differs):
 def compared(self:Bench, causes):
     "What was compared, in words, and what could not be"
     yours = f'; yours have {self.yours}' if self.is_own and self.yours else ''
-    sizes = 'without and'
-    if self.acc or self.cut: sizes = f'at once and in micro-batches of at most {self.size}{yours},'
+    sizes,parts = 'without and','slices' if self.cut else 'micro-batches'
+    tail = ', of which the last is smaller'*(self.n%self.size>0)
+    if self.acc or self.cut: sizes = f'at once and in {parts} of at most {self.size}{tail}{yours},'
+    cbs = self.windows()[1] if self.is_uncut else self.cbs
     source = 'the first training batch' if self.n_batches==1 else f'the first {self.n_batches} training batches'
-    said = [f"Compared: one step on {self.n} samples of {source}, {sizes} with {' and '.join(map(repr, self.cbs))}"
+    said = [f"Compared: one step on {self.n} samples of {source}, {sizes} with {' and '.join(map(repr, cbs))}"
             f"{' as an example'*(not self.is_own)}. Everything runs in float64 on {self.device.type}."]
     if self.is_corner: said.append('A corner of 32 pixels stands for each image.')
     if len(causes)>1: said.append('The error of a cause is measured with the others off, so they do not add up.')

@@ -495,10 +495,10 @@ def test_quiet_callbacks(tmp_path):
 def test_sizes_that_are_told():
     "The micro-batches have the learner's size if the batch allows it; batch norm in smaller ones has a larger error"
     check = learner(net(nn.BatchNorm1d(5)), cbs=AccumulateStep(4)).check_accumulation()
-    assert '7 samples' in check.compared and 'in micro-batches of at most 4; yours have 8' in check.compared
-    assert check.title.endswith('in micro-batches of 4; in yours, of 8, it is smaller')
+    assert '7 samples' in check.compared and 'in micro-batches of at most 4, of which the last is smaller; yours have 8' in check.compared
+    assert check.title.endswith('measured in micro-batches of 4; yours have 8, so the error is smaller')
     check = learner(net(nn.BatchNorm1d(5)), bs=16, cbs=MicroBatch(4)).check_accumulation()
-    assert 'of at most 4; yours have 4' in check.compared and 'it is smaller' not in check.title
+    assert 'at most 4, of which the last is smaller; yours have 4' in check.compared and 'is smaller' not in check.title
 
 class Block(nn.Module):
     def __init__(self, norm): super().__init__(); self.lin,self.norm,self.drop = nn.Linear(6,6),norm,nn.Dropout()
@@ -824,7 +824,7 @@ def test_size_that_batch_norm_sees():
     cbs = AccumulateStep(2),MicroBatch(4, exact=True)
     check = learner(net(nn.BatchNorm1d(5)), bs=16, cbs=cbs).check_accumulation()
     assert kinds(check)==['batch norm']
-    assert check.title.endswith('in micro-batches of 8; in yours, of 16, it is smaller')
+    assert check.title.endswith('measured in micro-batches of 8; yours have 16, so the error is smaller')
 
 class TwoViews(nn.Module):
     "Stochastic depth with a draw for each row of two views in one batch: slices would draw for others"

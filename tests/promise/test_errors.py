@@ -123,15 +123,17 @@ def test_flags_have_a_name():
     "`MicroBatch(8, True)` does not say which flag is meant"
     for f in MicroBatch,partial(Learner.micro_batch, None):
         with pytest.raises(TypeError, match=r'name the flag, as in MicroBatch\(8, exact=True\)'): f(8, True)
-    with pytest.raises(TypeError, match='positional'): Learner.accumulate(None, 8, True)
+    for f in AccumulateStep,partial(Learner.accumulate, None),turn_on_accumulation:
+        with pytest.raises(TypeError, match=r'name the flag, as in AccumulateStep\(8, average=True\)'): f(8, True)
 
 def test_two_numbers():
-    with pytest.raises(TypeError, match='AccumulateStep: give one of n_step.* and n_samples.*; got 8 and 64'): AccumulateStep(8, 64)
+    for f in AccumulateStep,partial(Learner.accumulate, None),turn_on_accumulation:
+        with pytest.raises(TypeError, match='give one of n_step.* and n_samples.*; got 8 and 64'): f(8, 64)
     with pytest.raises(TypeError, match=r'MicroBatch: give the samples.* use AccumulateStep\(n_step=8\)'): MicroBatch(64, 8)
 
 def test_a_learner_is_no_number():
     learn = make_learner(make_dls(64, 8))
-    with pytest.raises(ValueError, match=r'got Learner; write learn.accumulate\(4\)'): AccumulateStep(learn)
+    with pytest.raises(ValueError, match=r'got Learner; write learn.accumulate\(4\)'): AccumulateStep(learn, 4)
     with pytest.raises(ValueError, match=r'got Learner; write learn.micro_batch\(4\)'): MicroBatch(learn)
 
 def test_what_to_write():
