@@ -83,7 +83,7 @@ bench-memory: $(READY) ## What each way takes in memory, and how exact it is, on
 bench-proof: $(READY) ## What the proof before the first step costs (five minutes)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/proof.py --save
-	$(BIN)/nbdev-test --save nbs/tutorials/proof.ipynb
+	$(BIN)/nbdev-test --save nbs/tutorials/how_it_is_proved.ipynb
 	$(BIN)/nbdev-clean
 
 bench-noise: $(READY) ## What measuring the noise of gradients costs in time

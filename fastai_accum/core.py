@@ -18,7 +18,7 @@ class AccumulateStep(WindowCallback):
     """Step the optimizer once per window of micro-batches, with the gradient of all its samples
 
     Example: `Learner(dls, model, cbs=AccumulateStep(n_step=4))` makes one step per 4 batches.
-    Give `n_step` or `n_samples`. A wrong argument is an error at once, a wrong learner in `fit`.
+    Give `n_step` or `n_samples`. A wrong argument raises an error at once, a wrong learner in `fit`.
     https://fastai-accum.github.io/fastai_accum/core.html"""
     name = 'accumulate_step'   # subclasses have the same name
     def __init__(self,

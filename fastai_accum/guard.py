@@ -131,7 +131,7 @@ def tell_proof(way, learn, prove):
               f"{found.error:.0e} in what a step leaves. What is proved: {_page}")
     return found
 
-_page = 'https://fastai-accum.github.io/fastai_accum/tutorials/proof.html'
+_page = 'https://fastai-accum.github.io/fastai_accum/tutorials/how_it_is_proved.html'
 _unknown = 'it is not known whether the training is that of the whole batch'
 def _not_tried(way, found):
     return f"{way.who} was not tried on your model before the first step, because the trial has failed ({found})"

@@ -4,6 +4,7 @@ import gc,weakref
 import pytest
 from functools import partial
 from harness import *
+from fastai_accum import loop
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]/'benchmarks'))
 from common import peak_bytes
@@ -41,8 +42,8 @@ def test_peak_memory(opt):
 def test_passes_over_gradients(monkeypatch):
     "None for windows that hold what is expected, one for others"
     calls = []
-    mul = torch._foreach_mul_
-    monkeypatch.setattr(torch, '_foreach_mul_', lambda ts,o: (calls.append(len(ts)), mul(ts,o)))
+    mul = loop.multiply
+    monkeypatch.setattr(loop, 'multiply', lambda ts,o: (calls.append(len(ts)), mul(ts,o)))
     def fit(n, **kw):
         calls.clear()
         make_learner(make_dls(n, 8), cbs=AccumulateStep(4), opt_func=SGD, **kw).fit(1)

@@ -249,6 +249,19 @@ def lines_to_read(p):
 
 notebooks = pytest.mark.parametrize('p', sorted((root/'nbs').rglob('[!_]*.ipynb')), ids=lambda p: p.stem)
 
+def test_one_name():
+    "No two pages share a name, so it is clear which one is meant"
+    names = [p.stem for p in (root/'nbs').rglob('[!_]*.ipynb') if not any(o.startswith(('_','.')) for o in p.relative_to(root).parts)]
+    assert len(names)>40 and len(set(names))==len(names), sorted(o for o in set(names) if names.count(o)>1)
+
+@notebooks
+def test_comments_stand_alone(p):
+    "On a phone, what stands behind a line of code is cut"
+    if re.search(rf'{p.stem}.ipynb', developers()): return
+    assert not [o for o in lines_to_read(p) if re.search(r'\S\s+# ', o)]
+
+def developers(): return (root/'nbs/_quarto.yml').read_text().partition('id: developers')[2]
+
 @notebooks
 def test_lines_fit(p):
     "A line of code that readers of the page or of the notebook see has at most 88 letters"

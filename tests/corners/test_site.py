@@ -300,12 +300,12 @@ def search(page, words):
 
 SEARCHES = [
     ('out of memory', 'know/what_fits.html'), ('CUDA out of memory', 'know/what_fits.html'),
-    ('Ctrl-C', 'questions.html#what-is-left-after-ctrl-c'), ('batch norm', 'tutorials/batchnorm.html'),
+    ('Ctrl-C', 'questions.html#what-is-left-after-ctrl-c'), ('batch norm', 'tutorials/keep_batch_norm.html'),
     ('texts', 'tutorials/text'), ('loss is NaN', 'extras.html'),
     ('gradient clipping', 'questions.html#how-do-i-clip-gradients'), ('several GPUs', 'tutorials/several_gpus.html'),
     ('learning rate', 'tutorials/lr_find.html'), ('dropout', 'microbatch.html#batch-norm-and-dropout'),
     ('mixed precision', 'works_with.html#in-half-precision'), ('my own loss', 'loss.html#your-own-loss'),
-    ('AccumulateStep', 'core.html'), ('GradientAccumulation', 'compared.html'), ('proof', 'tutorials/proof.html'),
+    ('AccumulateStep', 'core.html'), ('GradientAccumulation', 'compared.html'), ('proof', 'tutorials/how_it_is_proved.html'),
     ('scheduler', 'questions.html#does-the-scheduler-count-batches-or-steps')]
 
 @on_site
