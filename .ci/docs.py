@@ -19,13 +19,14 @@ def _repr_markdown_(self):
     "The call as a user writes it, the docstring, and a table of arguments: nbdev puts them all in one block of code"
     if not isinstance(self.dm, DocmentText): return f'```python\n{self.dm}\n```\n\n*{self.docs}*'
     call,rows = [],[['argument','type','meaning'], ['---']*3]
+    takes = getattr(self.sym, '__delwrap__', None)   # the function or the class whose arguments it takes
     for k,v in self.dm.dm.items():
         if k in (*vars(event),'unnamed'): continue   # nobody passes a function for an event, or a flag without its name
         kind,default,anno = (v.get(o, empty) for o in ('kind','default','anno'))
         name = {'VAR_POSITIONAL':'*', 'VAR_KEYWORD':'**'}.get(getattr(kind, 'name', ''), '')+k
         anno = '' if anno is empty else re.sub(r'[a-z_.]+[.](?=[A-Za-z])|(?<=None)Type', '', formatannotation(anno))
         anno = re.sub(r'^(?:Union|Optional)\[(.*)\]$', lambda m: m[1].replace(', ', ' | '), anno)
-        if v.get('docment'):
+        if v.get('docment') and getattr(takes, '__module__', '')!=self.sym.__module__:   # or the page has them already
             shown,anno = 'returns' if k=='return' else f'`{name}`',f'`{anno}`'.replace('|', '\\|')*bool(anno)
             rows.append([shown, anno, v['docment']])
         value = '' if default is empty else '='+getattr(default, '__name__', repr(default))
