@@ -387,3 +387,14 @@ def test_numbers_that_count_samples():
             self.mean = h.detach().sum()/len(h) + h.detach().sum()*(1/len(h)) + 0*torch.arange(1, len(h)+1).sum()
             return h
     same(lambda: MicroBatch(8, exact=True), bs=32, model=Means, splitter=trainable_params)
+
+@pytest.mark.parametrize('value', [0.,1.])
+def test_constant_images(value):
+    "Behind a batch norm their gradient is nothing but rounding, which says nothing of slices"
+    def conv(n): return nn.Conv2d(n, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = nn.Sequential(*conv(3), *conv(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8,3))
+        dl = DataLoader([(torch.full((8,3,12,12), value),classes(8))], bs=None)
+        learn = Learner(DataLoaders(dl, dl), model, nn.CrossEntropyLoss(), cbs=MicroBatch(4, exact=True))
+        with learn.no_bar(),learn.no_logging(): learn.fit(1)
