@@ -73,8 +73,10 @@ def _larger(o): return o*4 if is_floating(o) else o
 def noisy(b, where=is_floating):
     "`b` with a little noise, since behind a batch norm the gradient of constant images is nothing but rounding"
     g = torch.Generator().manual_seed(0)   # no other generator draws
-    def size(o): return float(o.std()+o.abs().mean()) or 1.   # images may be black
-    def noise(o): return .1*size(o)*torch.randn(o.shape, generator=g).to(o)
+    def noise(o):
+        size = float(o.std(correction=0)+o.abs().mean())
+        if not 0<size<math.inf: size = 1.   # black images, or masks with -inf
+        return .1*size*torch.randn(o.shape, generator=g).to(o)
     return tree_map(lambda o: o+noise(o) if isinstance(o, Tensor) and where(o) else o, b)
 
 def is_one_image(o): return o.ndim==4 and is_floating(o) and bool((o==o[:1]).all())

@@ -129,7 +129,24 @@ def test_flags_have_a_name():
 def test_two_numbers():
     for f in AccumulateStep,partial(Learner.accumulate, None),turn_on_accumulation:
         with pytest.raises(TypeError, match='give one of n_step.* and n_samples.*; got 8 and 64'): f(8, 64)
-    with pytest.raises(TypeError, match=r'MicroBatch: give the samples.* use AccumulateStep\(n_step=8\)'): MicroBatch(64, 8)
+    says = r'MicroBatch: give the samples.* use AccumulateStep\(n_step=8\)'
+    with pytest.raises(TypeError, match=says): MicroBatch(64, 8)
+
+def test_a_window_of_one_batch_has_no_note(capsys):
+    "Batch norm sees all of it"
+    def said(cb):
+        learn = make_learner(make_dls(64, 16), nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6,3)).double(), cbs=cb)
+        with warnings.catch_warnings(): warnings.simplefilter('ignore'); learn.fit(1)
+        return 'batch norm sees' in capsys.readouterr().out
+    assert [said(AccumulateStep(n_samples=n)) for n in (4,16,32)]==[False,False,True]
+
+def test_slices_above_the_batch_beside_accumulate_step():
+    "The warning does not say to add what is there"
+    def said(*cbs):
+        learn = make_learner(make_dls(64, 16), cbs=[MicroBatch(64), *cbs])
+        with pytest.warns(UserWarning, match='no batch is cut') as found: learn.fit(1)
+        return any('add AccumulateStep' in str(o.message) for o in found)
+    assert said() and not said(AccumulateStep(2))
 
 def test_a_learner_is_no_number():
     learn = make_learner(make_dls(64, 8))
@@ -246,7 +263,8 @@ def test_the_line_of_a_subclass():
     refused(learn, r'write learn.micro_batch\(4, exact=True, prove=False\)')
 
 def test_prove_is_a_flag():
-    with pytest.raises(ValueError, match="MicroBatch: prove must be True or False, got 'no'"): MicroBatch(8, exact=True, prove='no')
+    says = "MicroBatch: prove must be True or False, got 'no'"
+    with pytest.raises(ValueError, match=says): MicroBatch(8, exact=True, prove='no')
 
 def test_saved_by_an_earlier_version():
     "A callback that was saved before `prove` was there is proved"
