@@ -562,7 +562,8 @@ def test_auto_repeats_the_batch(capsys):
             if len(h)>3: raise RuntimeError('out of memory')
             return self.bn(h)
     a = train(flat(lambda h, bn: F.dropout(bn(h)), nn.BatchNorm1d(8)), X, Y)
-    b = train(flat(lambda h, m: F.dropout(m(h)), Limited()), X, Y, cbs=MicroBatch(exact=True, prove=False))   # four do not fit
+    # four do not fit
+    b = train(flat(lambda h, m: F.dropout(m(h)), Limited()), X, Y, cbs=MicroBatch(exact=True, prove=False))
     assert_same(b, a); left_alone(b.model)
     assert 'batches of 8 are now cut into slices of 2' in capsys.readouterr().out
 
@@ -772,7 +773,8 @@ def test_long_texts_are_refused_in_words():
                              cbs=[MicroBatch(4, exact=True), *rnn_cbs()], splitter=params)
         learn.fit(1)
     fit(30)
-    with pytest.raises((RuntimeError,ValueError), match='Pass seq_len=30 to TextDataLoaders.*gradient_checkpointing'): fit(10)
+    with pytest.raises((RuntimeError,ValueError), match='Pass seq_len=30 to TextDataLoaders.*gradient_checkpointing'):
+        fit(10)
 
 @pytest.mark.parametrize('way', ['exact','checkpointing'])
 def test_an_exported_learner_works_where_only_fastai_is_imported(way, tmp_path):

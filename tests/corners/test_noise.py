@@ -762,7 +762,8 @@ def test_order_of_a_sampler(idxs):
     assert idxs.tolist()==was
 
 def test_loaders_of_few_batches():
-    with pytest.raises(ValueError, match='n_step=8 is more than the 5 batches of an epoch; pass an n_step of at most 5'):
+    says = 'n_step=8 is more than the 5 batches of an epoch; pass an n_step of at most 5'
+    with pytest.raises(ValueError, match=says):
         make_learner(make_dls(40, 8)).noise_scale()
     with pytest.raises(ValueError, match='lower the batch size of the loader'):
         make_learner(make_dls(8, 8)).noise_scale(n_step=2)

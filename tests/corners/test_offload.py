@@ -141,7 +141,8 @@ def test_root_sequential():
         learn.add_cb(NoValid())
         with patched(Host, 'put', count): learn.fit(1)
         moved = [s for o,s in n if isinstance(o, Kept)]
-        assert len(moved)==4, moved   # in both batches, what the second and third block begin with; the first has the batch
+        # in both batches, what the second and the third block begin with; the first one has the batch
+        assert len(moved)==4, moved
 
 def test_replaces():
     learn = get_learner(*odd).offload_activations().offload_activations()

@@ -251,7 +251,8 @@ notebooks = pytest.mark.parametrize('p', sorted((root/'nbs').rglob('[!_]*.ipynb'
 
 def test_one_name():
     "No two pages share a name, so it is clear which one is meant"
-    names = [p.stem for p in (root/'nbs').rglob('[!_]*.ipynb') if not any(o.startswith(('_','.')) for o in p.relative_to(root).parts)]
+    found = (root/'nbs').rglob('[!_]*.ipynb')
+    names = [p.stem for p in found if not any(o.startswith(('_','.')) for o in p.relative_to(root).parts)]
     assert len(names)>40 and len(set(names))==len(names), sorted(o for o in set(names) if names.count(o)>1)
 
 @notebooks

@@ -268,7 +268,7 @@ def test_ordinary_models_are_proved(name, k, capsys):
 
 @pytest.mark.parametrize('k', ['exact','coupled','checkpointing'])
 def test_one_copy_at_a_time(k, monkeypatch):
-    "The tensors of a run are freed before the next one begins, and nothing stays, without waiting for Python's collector"
+    "The tensors of a run are freed before the next one begins, and nothing waits for Python's collector"
     model,copied,copies,alive = cnn(),Dry.copied,[],[]
     weight = model[0].weight
     def noted(self, o):

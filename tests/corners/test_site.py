@@ -305,7 +305,8 @@ SEARCHES = [
     ('gradient clipping', 'questions.html#how-do-i-clip-gradients'), ('several GPUs', 'tutorials/several_gpus.html'),
     ('learning rate', 'tutorials/lr_find.html'), ('dropout', 'microbatch.html#batch-norm-and-dropout'),
     ('mixed precision', 'works_with.html#in-half-precision'), ('my own loss', 'loss.html#your-own-loss'),
-    ('AccumulateStep', 'core.html'), ('GradientAccumulation', 'compared.html'), ('proof', 'tutorials/how_it_is_proved.html'),
+    ('AccumulateStep', 'core.html'), ('GradientAccumulation', 'compared.html'),
+    ('proof', 'tutorials/how_it_is_proved.html'),
     ('scheduler', 'questions.html#does-the-scheduler-count-batches-or-steps')]
 
 @on_site

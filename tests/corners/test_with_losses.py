@@ -87,8 +87,8 @@ def test_rmse(works):
     works.differs(weights(a), weights(b), 1e-3)
 
 @not_same('LabelSmoothingCrossEntropy with class weights, or ignored targets', 'gradients of the first step',
-          note='Its two parts divide by different numbers. Take `nn.CrossEntropyLoss(label_smoothing=…, weight=…)`, '
-               'which divides by one.')
+          note='Its two parts divide by different numbers. Take '
+               '`nn.CrossEntropyLoss(label_smoothing=…, weight=…)`, which divides by one.')
 @pytest.mark.parametrize('loss,y', [(LabelSmoothingCrossEntropy(weight=W), rare()),
                                     (LabelSmoothingCrossEntropy(), ignoring(.9))], ids=['weights','ignored'])
 def test_two_denominators(loss, y, works):

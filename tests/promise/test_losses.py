@@ -170,7 +170,8 @@ def per_positive(c): return lambda pred,targ: bce_sum(pred, targ)/targ.sum().cla
 def bce_sum(pred, targ): return F.binary_cross_entropy_with_logits(pred, targ, reduction='sum')
 def both(c): return lambda pred,targ: (targ.sum().clamp(min=c), targ.sum())
 
-ways = dict(accumulate=(2, lambda w: AccumulateStep(16, weight=w)), by_samples=(2, lambda w: AccumulateStep(n_samples=32, weight=w)),
+ways = dict(accumulate=(2, lambda w: AccumulateStep(16, weight=w)),
+            by_samples=(2, lambda w: AccumulateStep(n_samples=32, weight=w)),
             slices=(32, lambda w: MicroBatch(2, weight=w)))
 
 @pytest.mark.parametrize('c', [1e-3,1.,4.,50.])
@@ -188,7 +189,8 @@ def test_a_window_without_positives():
 @pytest.mark.parametrize('k', ways)
 def test_one_warning_where_a_loss_is_left_out(k):
     bs,way = ways[k]
-    learn = make_learner(make_dls(N, bs, positives()), loss_func=per_positive(1.), cbs=way(lambda pred,targ: targ.sum()))
+    cb = way(lambda pred,targ: targ.sum())
+    learn = make_learner(make_dls(N, bs, positives()), loss_func=per_positive(1.), cbs=cb)
     for _ in range(2):
         with pytest.warns(UserWarning, match='weight 0.*coupled=True') as said: learn.fit(2)
         assert sum('weight 0' in str(o.message) for o in said)==1

@@ -293,10 +293,12 @@ def on_cpu(*_, dtype): return torch.autocast('cpu', dtype=torch.bfloat16)   # fa
 def heavy():
     "Nearly all memory is that of the weights"
     torch.manual_seed(0)
-    return nn.Sequential(nn.AdaptiveAvgPool2d(8), nn.Flatten(), nn.Linear(192, 1500), nn.BatchNorm1d(1500), nn.ReLU(), nn.Linear(1500, 3))
+    return nn.Sequential(nn.AdaptiveAvgPool2d(8), nn.Flatten(), nn.Linear(192, 1500), nn.BatchNorm1d(1500), nn.ReLU(),
+                         nn.Linear(1500, 3))
 
 @there
-@pytest.mark.parametrize('model,copies', [(six_blocks,1),(heavy,3)])   # heavy: gradients in float64 take as much again, while two are added up
+# heavy: gradients in float64 take as much again, while two are added up
+@pytest.mark.parametrize('model,copies', [(six_blocks,1),(heavy,3)])
 @pytest.mark.parametrize('kw', [dict(exact=True),dict(coupled=True)], ids=str)
 def test_what_the_proof_takes(kw, model, copies, device, fakegpu, capsys):
     "At its peak not more than the first real step, and copies of the model in float64"

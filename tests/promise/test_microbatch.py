@@ -71,7 +71,8 @@ def test_auto(coupled, where, n_step, bs, limit, capsys):
     that run"""
     def train(size, model):
         learn = make_learner(make_dls(76, bs, shuffle=False), model, metrics=accuracy, **one_group,
-                             cbs=[MicroBatch(size, coupled=coupled, prove=False),   # a proof refuses a model that notes its slices
+                             # a proof refuses a model that notes its slices
+                             cbs=[MicroBatch(size, coupled=coupled, prove=False),
                                   *([AccumulateStep(n_step)] if n_step>1 else [])])
         learn.recorder.train_metrics = True
         torch.manual_seed(1)

@@ -7,7 +7,8 @@ from fastai_accum.know.schedules import *
 def grows(pct): return 1 if pct<.3 else 3
 ways = dict(none=list, four=lambda: AccumulateStep(4), one=lambda: AccumulateStep(1),
             samples=lambda: AccumulateStep(n_samples=20), schedule=lambda: AccumulateStep(grows),
-            dropped=lambda: AccumulateStep(4, drop_last=True), scheduled_samples=lambda: AccumulateStep(n_samples=lambda pct: 8*grows(pct)),
+            dropped=lambda: AccumulateStep(4, drop_last=True),
+             scheduled_samples=lambda: AccumulateStep(n_samples=lambda pct: 8*grows(pct)),
             cut=lambda: MicroBatch(3), both=lambda: [AccumulateStep(4), MicroBatch(3)])
 
 @pytest.mark.parametrize('n_epoch', [1,3])
@@ -43,7 +44,8 @@ def test_a_scheduler_of_ones_own():
     close(learn.own.sched.get_last_lr()[0], .1/25/1e4)
 
 def test_nobody_knows():
-    learn = make_learner(DataLoaders(*[DataLoader([(features(5), classes(5))]*4, bs=None)]*2), cbs=AccumulateStep(n_samples=8))
+    dl = DataLoader([(features(5), classes(5))]*4, bs=None)
+    learn = make_learner(DataLoaders(dl, dl), cbs=AccumulateStep(n_samples=8))
     with pytest.raises(ValueError, match=r'n_steps: .*no batch size.*n_samples=8.*use n_step'): learn.n_steps()
     with pytest.raises(ValueError, match='n_epoch must be an int of at least 1, got 0'): learn.n_steps(0)
 
@@ -61,4 +63,5 @@ def test_what_cannot_be_known():
     learn = make_learner(make_dls(76, 8), cbs=GradientAccumulation(32))
     with pytest.raises(ValueError, match="n_steps: fastai's GradientAccumulation.*use AccumulateStep"): learn.n_steps()
     for dls in None,DataLoaders():
-        with pytest.raises(ValueError, match='n_steps: .*no training loader'): Learner(dls, small_model(), nn.MSELoss()).n_steps()
+        learn = Learner(dls, small_model(), nn.MSELoss())
+        with pytest.raises(ValueError, match='n_steps: .*no training loader'): learn.n_steps()

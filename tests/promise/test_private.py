@@ -4,10 +4,12 @@ import ast
 from pathlib import Path
 import fastai_accum
 from harness import *
-from fastai_accum.private import (AnyBatchNorm,FakeTensorMode,SyncBatchNormFunction,TorchDispatchMode,attention,buffer_dict,
-    change_hidden,compiled_in_place,default_arguments,dispatch_modes,do_step,function_modes,grad_hook_dicts,has_hidden,hook_dicts,
-    in_vmap,is_compiled,may_share,mps_generator,multiply,no_modes,own_backward,push_modes,train_metrics,tree_flatten,tree_map_all,
-    tree_unflatten,uncompiled,version,with_events)
+from fastai_accum.private import (
+    AnyBatchNorm,FakeTensorMode,SyncBatchNormFunction,TorchDispatchMode,attention,buffer_dict,
+    change_hidden,compiled_in_place,default_arguments,dispatch_modes,do_step,function_modes,
+    grad_hook_dicts,has_hidden,hook_dicts,in_vmap,is_compiled,may_share,mps_generator,multiply,
+    no_modes,own_backward,push_modes,train_metrics,tree_flatten,tree_map_all,tree_unflatten,
+    uncompiled,version,with_events)
 from torch.overrides import TorchFunctionMode
 
 class Calls(TorchFunctionMode):
@@ -122,7 +124,8 @@ def test_attention():
     m,x = nn.MultiheadAttention(4, 2, batch_first=True).eval(),torch.randn(2, 3, 4)
     plain,_ = m(x, x, x)
     calls = Calls()
-    with calls: out,_ = attention(*(o.transpose(0,1) for o in (x,x,x)), 4, 2, m.in_proj_weight, m.in_proj_bias, None, None,
+    qkv = [o.transpose(0,1) for o in (x,x,x)]
+    with calls: out,_ = attention(*qkv, 4, 2, m.in_proj_weight, m.in_proj_bias, None, None,
                                   False, 0., m.out_proj.weight, m.out_proj.bias, training=False)
     assert F.linear in calls.seen and F.multi_head_attention_forward not in calls.seen
     assert torch.allclose(out.transpose(0,1), plain, atol=1e-6)
@@ -139,7 +142,9 @@ def test_fastai():
     learn.recorder.train_metrics = False
     assert train_metrics(learn.recorder)==[]
     seen = []
-    def note(f, event_type, ex, final=noop): seen.append(event_type); return Learner._with_events(learn, f, event_type, ex, final)
+    def note(f, event_type, ex, final=noop):
+        seen.append(event_type)
+        return Learner._with_events(learn, f, event_type, ex, final)
     vars(learn)[with_events] = note
     learn.fit(1)
     assert seen[:7]==['fit','epoch','train','batch','backward','step','batch']
@@ -168,7 +173,8 @@ def private_names(f):
     "The private names that a module takes from PyTorch, fastai or Python"
     for o in ast.walk(ast.parse(f.read_text())):
         if isinstance(o, ast.ImportFrom) and not o.level:
-            if any(k.startswith('_') for k in [*o.module.split('.'), *(a.name for a in o.names)]): yield f'from {o.module}'
+            names = [*o.module.split('.'), *(a.name for a in o.names)]
+            if any(k.startswith('_') for k in names): yield f'from {o.module}'
         is_own = isinstance(o, ast.Attribute) and getattr(o.value, 'id', '') in ('self','cls','o')
         if isinstance(o, ast.Attribute) and o.attr.startswith('_') and not o.attr.endswith('__') and not is_own:
             if not isinstance(o.value, ast.Name) or o.value.id not in own_classes(f): yield f'{ast.unparse(o)}'

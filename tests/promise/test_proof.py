@@ -316,7 +316,8 @@ class Recomputes(nn.Module):
     def __init__(self, reentrant):
         super().__init__()
         torch.manual_seed(2)
-        self.conv,self.norm,self.lin,self.reentrant = nn.Conv2d(3, 4, 3, 2),nn.BatchNorm2d(4),nn.Linear(196, 3),reentrant
+        self.conv,self.norm,self.lin = nn.Conv2d(3, 4, 3, 2),nn.BatchNorm2d(4),nn.Linear(196, 3)
+        self.reentrant = reentrant
     def block(self, x): return self.norm(self.conv(x)).relu()
     def forward(self, x):
         x = checkpoint(self.block, x.requires_grad_() if self.reentrant else x, use_reentrant=self.reentrant)
@@ -350,7 +351,8 @@ def test_python_3_14(monkeypatch, capsys):
     learner(net(), MicroBatch(3, exact=True)).fit(1)
     assert 'is proved on your model' in capsys.readouterr().out
 
-at_16 = dict(number=lambda m,h: h*(2. if len(h)>=16 else 1.), dropout=lambda m,h: F.dropout(h, .5 if len(h)>=16 else .1),
+at_16 = dict(number=lambda m,h: h*(2. if len(h)>=16 else 1.),
+             dropout=lambda m,h: F.dropout(h, .5 if len(h)>=16 else .1),
              weights=lambda m,h: (m.a if len(h)>=16 else m.b)(h), norm=lambda m,h: m.norm(h) if len(h)>=16 else h)
 
 class FromSixteen(nn.Module):
