@@ -13,6 +13,7 @@ from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.training import GradientAccumulation
 from fastai_accum.all import *
+from timm.utils.agc import adaptive_clip_grad
 
 def slow_statistics(model, n_step):
     "Let `n_step` updates of the running statistics leave the share of the old values that one leaves now"
@@ -46,6 +47,11 @@ def no_norm(model):
         if isinstance(m, Residual): nn.init.zeros_(m.convs[3].weight)
     return model
 
+class ClipEachUnit(Callback):
+    "The adaptive clipping of Brock et al. (2021), in timm, for all but the last layer"
+    order = 11   # after mixed precision
+    def before_step(self): adaptive_clip_grad(self.model[:-1].parameters(), .01)
+
 class LateSchedule(Callback):
     "A schedule that counts micro-batches in windows of 4: each step gets the value of its last micro-batch, which is 3/4 of a step too late"
     order,run_valid = ParamScheduler.order-1,False
@@ -68,8 +74,8 @@ arms = {
     'constant lr, 8 × 4, momentum': dict(bs=8, cbs=lambda: AccumulateStep(4), change=partial(slow_statistics, n_step=4), fit=Learner.fit),
     'group norm, 32':             dict(bs=32, change=to_group_norm),
     'group norm, 8 × 4':          dict(bs=8, cbs=lambda: AccumulateStep(4), change=to_group_norm),
-    'no norm, clipped, 32':       dict(bs=32, cbs=lambda: AdaptiveGradientClip(), change=no_norm),
-    'no norm, clipped, 8 × 4':    dict(bs=8, cbs=lambda: [AccumulateStep(4), AdaptiveGradientClip()], change=no_norm),
+    'no norm, clipped, 32':       dict(bs=32, cbs=ClipEachUnit, change=no_norm),
+    'no norm, clipped, 8 × 4':    dict(bs=8, cbs=lambda: [AccumulateStep(4), ClipEachUnit()], change=no_norm),
 }
 # On five classes with a new head, after training on the other five
 tuned = {

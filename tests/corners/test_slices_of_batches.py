@@ -12,7 +12,6 @@ from fastai_accum.devices import is_out_of_memory
 from fastai_accum.devices import n_autocast
 from fastai_accum.patch import *
 from fastai_accum.extras.batchnorm import *
-from fastai_accum.extras.clip import *
 from fastai_accum.extras.precision import *
 from fastai_accum.extras.skip import *
 from fastai.callback.mixup import *
@@ -312,7 +311,7 @@ def test_validation_in_the_middle_of_an_epoch():
     assert rel(*([s['grads'] for s in o.spy.steps] for o in (a,b)))[0]<=TOL and len(b.spy.steps)==3
     assert max(n for _,n in a.model.sizes)==5
 
-others = dict(clip=lambda: GradientClip(.1), adaptive=lambda: AdaptiveGradientClip(.01),
+others = dict(clip=lambda: GradientClip(.1),
               scaler=lambda: OnCpu(init_scale=2.**10, growth_interval=2),
               metrics=lambda: None, freeze=lambda: BnFreeze(), skip_first=lambda: SkipToEpoch(1))
 @modes

@@ -2,7 +2,6 @@
 `test_with_loggers`"""
 from matrix import *
 from fastai.callback.channelslast import *
-from fastai_accum.extras.clip import *
 from fastai_accum.microbatch import *
 from fastai_accum.extras.skip import *
 
@@ -66,9 +65,6 @@ def test_micro_batch(coupled, works):
         learn.fit_one_cycle(2)
         return learn
     works(train(16, MicroBatch(8, coupled=coupled), AccumulateStep(2)), train(32))
-
-@row('Callbacks', 'AdaptiveGradientClip', note='Our own. It clips the gradient of the window.')
-def test_adaptive_gradient_clip(works): works(*pair(partial(AdaptiveGradientClip, .01), matters=True))
 
 @row('Callbacks', 'SkipNonFinite', 'everything, with a loader without those samples',
      note='Our own. It leaves out a micro-batch whose loss is NaN, and trains on the others of the window.')
