@@ -28,25 +28,14 @@ def _as_group_norm(bn, groups):
     return gn
 
 # %% ../../nbs/extras/batchnorm.ipynb #7c216a3d
-def _is_batch_norm(m):
-    scripted = getattr(m, 'original_name', '')   # which torch.jit sets
-    return isinstance(m, AnyBatchNorm) or 'BatchNorm' in scripted
-
 def _check_batch_norm(name, bn):
     "Raise an error if `bn` cannot be replaced"
-    why = None
-    if isinstance(bn, torch.jit.ScriptModule):
-        why = "is compiled by torch.jit: call to_group_norm before you script or trace the model"
-    elif not bn.num_features:
-        why = "does not know its channels yet: run one batch through the model first"
-    elif type(bn) not in _plain:
-        why = ("is a subclass that may do more than normalise: "
-               "build the model with another norm layer")
-    elif isinstance(bn, nn.BatchNorm1d) and bn.num_features<_least:
-        why = (f"has {bn.num_features} features, and group norm over fewer than {_least} would "
-               "lose information: replace it by hand, or leave it out (for a tabular model, "
-               "`bn_cont=False`)")
-    if why: raise ValueError(f"to_group_norm: the {type(bn).__name__} {name or 'model'!r} {why}")
+    n = bn.num_features
+    least = _least if isinstance(bn, nn.BatchNorm1d) else 1
+    if type(bn) in _plain and n>=least: return
+    raise ValueError(f"to_group_norm: the {type(bn).__name__} {name or 'model'!r} with {n} features cannot "
+                     "be replaced, because it is lazy, or of a class of its own, or has fewer than "
+                     f"{least}. Take another norm layer, or none (in a tabular model, `bn_cont=False`)")
 
 # %% ../../nbs/extras/batchnorm.ipynb #4ca991fb
 def to_group_norm(
@@ -63,7 +52,7 @@ def to_group_norm(
         got = type(model).__name__
         raise ValueError(f"to_group_norm: model must be an nn.Module, such as `learn.model`, got {got}")
     groups = check_count('to_group_norm', 'groups', groups)
-    old = {name:m for name,m in model.named_modules() if _is_batch_norm(m)}
+    old = {name:m for name,m in model.named_modules() if isinstance(m, AnyBatchNorm)}
     for name,bn in old.items(): _check_batch_norm(name, bn)
     new = {bn:_as_group_norm(bn, groups) for bn in old.values()}
     for m in model.modules():
