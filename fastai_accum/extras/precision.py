@@ -79,9 +79,8 @@ def take(self:GradAccumDtype, acc, p):
     g = p.grad.to(torch.promote_types(p.dtype, self.dtype))
     s = self.sums.pop(p, None)
     if s is not None: g = g.add_(s) if s.is_sparse else s.add_(g)
-    is_removed = self.learn is None   # from the learner: then it gives back what it has
-    p.grad = g.to(p.dtype) if is_removed else None
-    if not is_removed: self.sums[p] = g
+    self.sums[p] = g
+    p.grad = None
 
 # %% ../../nbs/extras/precision.ipynb #dfae2a96
 @patch

@@ -184,20 +184,6 @@ def test_unfreeze_inside(event, at):
     def fit(learn): learn.freeze(); learn.fit(2)
     assert_same(*both(fit, lambda: [Callback(**{event:unfreeze})], loss_func=by_class))
 
-@pytest.mark.parametrize('at', [3,5,6])
-def test_removed_inside(at):
-    "Removed in the middle of a window it gives back what it has, and leaves no hook"
-    def remove(cb):
-        if cb.training and cb.epoch==0 and cb.micro.i==at: cb.learn.remove_cb(GradAccumDtype)
-    def train(cbs):
-        cbs = [AccumulateStep(4), Callback(before_batch=remove), *cbs]
-        learn = make_learner(make_dls(76, 8), cbs=cbs, loss_func=by_class)
-        learn.fit(2)
-        return learn
-    a,b = train([GradAccumDtype()]),train([])
-    assert_same(a, b)
-    assert not any(p._post_accumulate_grad_hooks for p in a.model.parameters())
-
 def test_cancelled_window():
     "The sums of a window that is cancelled do not reach the next one"
     def cancel(cb):
