@@ -410,14 +410,13 @@ def weigh(self:Window):
     given = self.acc.weight or getattr(self.epoch.slicer, 'weight', None)
     f = given or partial(loss_weight, learn.loss_func)
     with torch.no_grad(): w = f(learn.pred, *learn.yb)
-    if isinstance(w, Tensor) and w.numel()==1: w = w.item()
-    pair = (w,w) if type(w) in (int,float) else _pair(w)
-    if pair and 0<=pair[0]<math.inf and 0<=pair[1]<math.inf:
-        return pair if pair[0]==pair[1] else self.checked(*pair)
+    try: divisor,weight = map(float, w if isinstance(w, tuple) else (w,w))
+    except (TypeError,ValueError,RuntimeError): divisor = weight = math.nan
+    if 0<=divisor<math.inf and 0<=weight<math.inf:
+        return (divisor,weight) if divisor==weight else self.checked(divisor, weight)
     name = 'weight' if given else 'loss_weight'
-    raise ValueError(f"{self.acc}: {name} must return one finite number of at least 0, or a tuple of two, "
-                     f"got {getattr(w, 'shape', w)!r}; "
-                     "if it is a tensor with several, return their sum")
+    raise ValueError(f"{self.acc}: {name} must return one finite number of at least 0, or a tuple of two, got "
+                     f"{getattr(w, 'shape', w)!r}; if it is a tensor with several, return their sum")
 
 @patch
 def checked(self:Window, divisor, weight):
@@ -428,12 +427,6 @@ def checked(self:Window, divisor, weight):
     raise ValueError(f"{acc}: the two numbers of weight must be max(c, n) and n, with the same c in all "
                      f"micro-batches, got {divisor:g} and {weight:g}; for any other divisor, load the large "
                      "batch and write MicroBatch(coupled=True)")
-
-def _pair(w):
-    "`w`, a number or two, as two numbers; `None` if it is something else"
-    def plain(o): return o.item() if math.prod(getattr(o, 'shape', (2,)))==1 else o
-    vs = [plain(o) for o in (w if isinstance(w, tuple) else (w,w))]
-    return vs if len(vs)==2 and all(type(o) in (int,float) for o in vs) else None
 
 # %% ../nbs/loop.ipynb #847487f2
 @patch
