@@ -37,7 +37,7 @@ class Cutting(WindowCallback):
     size = None              # samples in a slice of the last batch
     warned = False           # that a batch was not cut
     _stateattrs = 'window','group','mode'
-    fits = {}                # how many samples fit, if a batch does not: in training (`True`) and in validation (`False`)
+    fits = {}                # how many samples fit, if a batch does not, by `learn.training`
 
 
 # %% ../nbs/cutting.ipynb #ea445e74
@@ -49,16 +49,18 @@ def begin(self:Cutting):
     if is_validation(learn): return
     self.warned = False
     if self.shows_whole: refuse_lazy('MicroBatch', learn.model)
-    if self.exact: refuse_long(learn.model, getattr(learn.dls.train, 'res', ()))   # of a loader that sorts texts
+    # the loader of texts knows their lengths
+    if self.exact: refuse_long(learn.model, getattr(learn.dls.train, 'res', ()))
     if hasattr(get_model(learn.model), 'reset') and not Hidden(learn.model).ms:
         raise ValueError("MicroBatch: the model has a reset(), so it carries a state from batch to "
                          "batch, and only that of AWD-LSTM can be cut; use a smaller batch size in "
                          "the loader, and AccumulateStep")
     bs = batch_size(learn.dls.train)
     if self.bs!='auto' and bs and self.bs>bs:
-        more = "; if you want a step to use more samples than a batch has, add AccumulateStep"*(in_charge(learn) is self)
-        warnings.warn(f"MicroBatch: bs={self.bs} is above the batch size {bs} of the loader, so no batch is cut{more}",
-                      stacklevel=2)
+        is_alone = in_charge(learn) is self
+        more = "; for steps of more samples than a batch has, add AccumulateStep"*is_alone
+        warnings.warn(f"MicroBatch: bs={self.bs} is above the batch size {bs} of the loader, so no batch is "
+                      f"cut{more}", stacklevel=2)
 
 # %% ../nbs/cutting.ipynb #8f8ff8ca
 @patch
@@ -75,7 +77,8 @@ def cut(self:Cutting, learn, b, bs=None):
         self.size = bs = self.most(learn, self.n)
     parts = (self.split or slices)(b, bs)
     if self.split: check_slices(learn.dls, b, parts, bs)
-    if is_batch and learn.training and self.group.synced and not self.exact:   # they wait at each `SyncBatchNorm`
+    # processes wait for each other at each `SyncBatchNorm`
+    if is_batch and learn.training and self.group.synced and not self.exact:
         self.group.sum(f'cuts a batch into {len(parts)} slices')
     return parts,[n_of(learn.dls, o) for o in parts]
 
@@ -92,7 +95,7 @@ def check_slices(dls, b, parts, bs):
     if sizes and not targets: return   # nothing shows the order
     if sizes and max(sizes)<=bs and sum(sizes)==n and all(map(is_whole, targets)): return
     raise ValueError(f"MicroBatch: split must return slices of at most {bs} samples, each with the "
-                     f"{len(b)} elements of the batch, and together its {n} samples in their order; "
+                     f"{len(b)} elements of the batch, together its {n} samples in their order; "
                      f"got {sizes or type(parts).__name__}")
 
 # %% ../nbs/cutting.ipynb #6ff7e75e
@@ -112,16 +115,17 @@ def warn(self:Cutting, learn):
     if n<=self.most(learn, n) or self.warned: return
     self.warned = True
     hint = 'leave out coupled and exact' if learn.training else 'pass valid=False'
-    warnings.warn(f"MicroBatch: a batch of {n} samples was not cut, because the model got other inputs "
-                  "than those of the batch: from a forward pre-hook, or because it was called in another "
-                  f"way. Change the inputs in `before_batch`, or {hint}", stacklevel=2)
+    warnings.warn(f"MicroBatch: a batch of {n} samples was not cut, because the model got other inputs: "
+                  "from a forward pre-hook, or because it was called in another way. Change the inputs "
+                  f"in `before_batch`, or {hint}", stacklevel=2)
 
 # %% ../nbs/cutting.ipynb #e56dc4e3
 @patch
 @contextmanager
 def around_batches(self:Cutting, learn):
     "The mode of an epoch; validation always shows the whole batch"
-    was,self.mode = self.mode,self.mode_for(learn.training)   # `validate` may come in the middle of an epoch
+    # `validate` may come in the middle of an epoch
+    was,self.mode = self.mode,self.mode_for(learn.training)
     try:
         if learn.training or not self.valid: yield; return
         with processes(learn.model).silent(),self.sliced(learn): yield
@@ -147,13 +151,14 @@ def sliced(self:Cutting, learn):
 # %% ../nbs/cutting.ipynb #cutt0011
 @patch
 def way(self:Cutting, learn, size=2):
-    "What is proved before the first step, in slices of `size`; plain slices promise nothing that could be proved"
+    "What is proved before the first step, in slices of `size`; plain slices promise nothing"
     if not self.shows_whole: return
     kind = 'exact' if self.exact else 'coupled'
     few = copy(self)
     vars(few).update(bs=1 if self.bs==1 else size, mode=None)
     def run(forward, yb, *xb):
-        few.learn = SimpleNamespace(model=learn.model, dls=learn.dls, cbs=learn.cbs, training=True, xb=xb, yb=yb)
+        few.learn = SimpleNamespace(model=learn.model, dls=learn.dls, cbs=learn.cbs,
+                                    training=True, xb=xb, yb=yb)
         few.mode = few.mode or few.mode_for(True)
         return few.in_slices(few.learn, forward, xb)
     exact = dict(parts=lambda xb: self.cut_inputs(learn, xb)[0], unproved=_unproved(self)) if self.exact else {}
@@ -189,20 +194,20 @@ def forward(self:Cutting, learn, forward, *xb, **kwargs):
 def in_slices(self:Cutting, learn, forward, xb):
     "The predictions of `forward` for all slices of the inputs `xb`, joined"
     parts,sizes = self.cut_inputs(learn, xb)
-    waits = learn.training and self.group.synced   # for the other processes, which may have more slices
+    waits = learn.training and self.group.synced   # other processes may have more slices
     if len(parts)<2 and not waits: return forward(*xb)
     preds = self.mode.run(learn, forward, xb, parts, sizes)
     return join(preds, sizes or [find_bs(o) for o in preds])
 
 @patch
 def cut_inputs(self:Cutting, learn, xb, bs=None):
-    "The slices of the inputs `xb`, and the samples in each, or `None` if `split` has no targets to count"
+    "The slices of the inputs `xb`, and the samples in each; `None` if there are no targets to count"
     parts,sizes = self.cut(learn, (*xb,*learn.yb) if self.split else xb, bs)
     return [o[:len(xb)] for o in parts],sizes if learn.yb or not self.split else None
 
 # %% ../nbs/cutting.ipynb #5f4693b4
 class Start:
-    "What a window of `learn` can change before its step, with `metrics` of the training set, as it is now"
+    "What a window of `learn` can change before its step, with `metrics`, as it is now"
     def __init__(self, learn, acc, metrics):
         self.learn,self.acc = learn,acc
         modules = nn.ModuleList(o for o in (learn.model,learn.loss_func) if isinstance(o, nn.Module))
@@ -226,7 +231,7 @@ class Start:
 # %% ../nbs/cutting.ipynb #5f4693b5
 @patch
 def attempt(self:Cutting, epoch, sum_up, batches):
-    "The window `sum_up(batches)`; with `bs='auto'` the same batches in smaller slices, if memory runs out"
+    "The window `sum_up(batches)`; with `bs='auto'`, in smaller slices if memory runs out"
     self.group = epoch.group
     if self.bs!='auto': return self.retry(epoch.learn, partial(sum_up, batches))
     if self.group.synced:
@@ -246,7 +251,7 @@ def attempt(self:Cutting, epoch, sum_up, batches):
 # %% ../nbs/cutting.ipynb #4a0bfed7
 @patch
 def retry(self:Cutting, learn, run, seen=(), undo=None):
-    "`run()`; if memory runs out, `undo` it and run again in smaller slices of the batches in `seen`"
+    "`run()`; if memory runs out, `undo` it, and again in smaller slices of the batches in `seen`"
     n = None
     while True:
         try:
@@ -266,9 +271,9 @@ def retry(self:Cutting, learn, run, seen=(), undo=None):
 @patch
 def halve(self:Cutting, learn, seen, e):
     "Make slices half as large, because of the error `e`"
-    if self.size==1: _give_up(e, "even with one sample at a time; use a smaller model, or GradientCheckpointing")
+    if self.size==1: _give_up(e, "even with one sample at a time; try GradientCheckpointing")
     if any(versions(b)!=was for b,was in seen):
-        _give_up(e, "and the model or a callback has changed the batch in place; pass a bs, or change a copy")
+        _give_up(e, "and something has changed the batch in place; pass a bs, or change a copy")
     self.fits[learn.training] = -(-self.size//2)
 
 def _give_up(e, why): raise RuntimeError(f"MicroBatch: memory ran out, {why}") from e

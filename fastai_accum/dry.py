@@ -25,7 +25,7 @@ class Dry:
     "Runs of `model` from which nothing stays: the model works on copies of its own tensors, in place"
     def __init__(self,
         model:nn.Module, # Its modules, attributes, hooks and tensors are as before after each run
-        objects=None, # What can change; `None` looks for all of it, and leaves out the hooks of callbacks
+        objects=None, # What can change; `None` looks for all of it, without the hooks of callbacks
         tensors=None, # Tensors that can change; `None` takes all
         double:bool=False # Whether the copies are in float64
     ):
@@ -69,7 +69,7 @@ def _can_change(o):
     return o.is_leaf and o.layout is torch.strided and o.device.type!='meta' and not o.is_inference()
 
 # %% ../nbs/dry.ipynb #f7fa7dfe
-planning = ContextVar('planning', default=0)   # how many dry runs are under way, one inside of the other
+planning = ContextVar('planning', default=0)   # how many dry runs are under way
 
 @patch
 def run(self:Dry,

@@ -21,10 +21,10 @@ from .state import modes
 from .status import Status
 
 # %% ../nbs/guard.ipynb #0139bc51
-_tried = WeakKeyDictionary()   # for each model: what was tried, for which parameters, and whether it is proved
+_tried = WeakKeyDictionary()   # by model: what was tried, for which parameters, and if it is proved
 
 def guard(cb, learn, xb):
-    "Before the first step: refuse `cb`, and those beside it, if they do not train as the whole batch does"
+    "Before the first step: refuse `cb`, and those beside it, unless they train as the whole batch does"
     cbs = [o for o in learn.cbs.sorted('order') if hasattr(type(o), 'way')]
     def ways(size=2): return [w for w in (o.way(learn, size) for o in cbs) if w]
     model,way = get_model(learn.model),cb.way(learn)
@@ -46,8 +46,9 @@ def guard(cb, learn, xb):
     tried.append((key, able, isinstance(found, Proof)))
 
 def _is_alone(learn):
-    "Whether no `DistributedDataParallel` that lasts holds the parameters, which must keep their dtype for it"
-    return learn.model is get_model(learn.model) or any(is_a(o, 'DistributedTrainer') for o in learn.cbs)   # made for a fit
+    "Whether the parameters may change their dtype: no `DistributedDataParallel` that lasts holds them"
+    is_of_a_fit = any(is_a(o, 'DistributedTrainer') for o in learn.cbs)
+    return is_of_a_fit or learn.model is get_model(learn.model)
 
 def forget_failed(model):
     "Let trials of `model` that have failed be made again, with their warning"
@@ -65,13 +66,14 @@ def few_samples(b, cut=slices, unit=1):
     except ValueError:
         if cut is not slices: raise   # `split` returns something else
         return [b]*3
-    if not any(is_floating(o) for _,o in leaves(last)): return few   # such as texts, of another size only
+    # texts differ in size only
+    if not any(is_floating(o) for _,o in leaves(last)): return few
     return [*few, tree_map(_larger, last)]   # so that a branch on the size of a value shows
 
 def _larger(o): return o*4 if is_floating(o) else o
 
 def noisy(b, where=is_floating):
-    "`b` with a little noise, since behind a batch norm the gradient of constant images is nothing but rounding"
+    "`b` with noise, since behind a batch norm the gradient of constant images is only rounding"
     g = torch.Generator().manual_seed(0)   # no other generator draws
     def noise(o):
         size = float(o.std(correction=0)+o.abs().mean())
@@ -112,7 +114,7 @@ def first_proof(does, ways, xb, yb, able, tick, is_alone):
     "The `Proof` on the first batches on which it does not fail"
     split,size = (first(getattr(w, k) for w in ways() if getattr(w, k)) for k in ('split','size'))
     b = *xb,*yb
-    if not split: b = *xb,leaves(b)[0][1]   # something with a row for each sample, if the inputs are texts
+    if not split: b = *xb,leaves(b)[0][1]   # has a row for each sample, if the inputs are texts
     few,model = partial(few_samples, b, split or slices),does.model
     double = is_alone and has_float64(next(model.parameters()).device)
     blind = any(w.blind for w in ways())
@@ -130,7 +132,7 @@ def first_proof(does, ways, xb, yb, able, tick, is_alone):
 
 # %% ../nbs/guard.ipynb #b3e3dd77
 def tell_proof(way, learn, prove):
-    "What `prove` finds, or why it has failed; a line says how far it is, and another one what was found"
+    "What `prove` finds, or why it has failed; lines say how far it is, and what was found"
     status,start = Status(f'{way.who} is tried on your model', learn, 6),time.time()
     try: found = prove(tick=status)
     except NotTried as e: found = e
@@ -150,7 +152,8 @@ def _not_tried(way, found):
     return f"{way.who} was not tried on your model before the first step, because the trial has failed ({found})"
 
 def refuse_unproved(way, found):
-    raise Refused(f"{_not_tried(way, found)}, and {_unknown}. To train without the proof, write {way.unproved}") from found
+    raise Refused(f"{_not_tried(way, found)}, and {_unknown}. To train without the proof, write "
+                  f"{way.unproved}") from found
 
 # %% ../nbs/guard.ipynb #716a9e33
 def check_rows(way, does, xb, parts):
@@ -162,7 +165,7 @@ def check_rows(way, does, xb, parts):
                       f"{n}, in {found}. Leave {way.leave}, or write {' or '.join(way.instead)} in its place")
 
 def _sizes(way, xb, parts):
-    "One slice of each size, and the rows of `xb` and of the slice, if samples are along the first dimension"
+    "One slice of each size, with the rows of `xb` and of the slice, if there are rows"
     if way.split: return [(None,o) for o in {repr([x.shape for _,x in leaves(o)]):o for o in parts}.values()]
     n = n_rows(xb)
     # batch norm refuses a single sample, and other models may take another way, so two stand for it
@@ -190,14 +193,15 @@ def _hint(way, model, proof):
         return "Set model.config.use_cache=False, since the training does not need this cache"
     if again := checkpoints_itself(model):
         return f"The model recomputes by itself: call {again} first"
-    if proof.again: return "The model recomputes by itself, with torch.utils.checkpoint: leave this out of its forward first"
+    if proof.again:
+        return "The model recomputes by itself: take torch.utils.checkpoint out of its forward first"
     is_local = not proof.raised and proof.plain
     local = 'If the model needs this in its forward only, take a local variable. '*is_local
     return f"{local}Leave {way.leave}, or write {' or '.join(way.instead)} in its place"
 
 # %% ../nbs/guard.ipynb #b1163395
 def checkpoints_itself(model):
-    "The call that ends the checkpointing of a model of transformers or timm; `None` if it does none"
+    "The call that ends the own checkpointing of a model of transformers or timm, or `None`"
     flags = 'gradient_checkpointing','grad_checkpointing'
     on = {k for m in model.modules() for k in flags if vars(m).get(k)}
     if 'gradient_checkpointing' in on: return 'gradient_checkpointing_disable()'

@@ -22,8 +22,8 @@ class Alone:
     n,synced = 1,False   # the number of processes; whether they share the statistics of batch norms
     def silent(self): return nullcontext()   # a context in which the model sends nothing
     def sum(self, at, *vs): return vs        # each of the numbers `vs`, added up over the processes
-    def add_up(self, ps, used): pass         # add up the gradients of `ps`; `used` says how many have each of them
-    def fail(self, e): pass                  # tell the others that this process has failed with the error `e`
+    def add_up(self, ps, used): pass         # add up the gradients of `ps`; `used`: how many have each
+    def fail(self, e): pass                  # tell the others that this process has failed with `e`
     def gather(self, group, at, n, *ts):     # a number and tensors, of each process in `group`
         if group is None: return [(n,*ts)]
         raise ValueError("MicroBatch: exact=True needs a model with SyncBatchNorm in DistributedDataParallel")
@@ -56,13 +56,13 @@ class Replicas(Alone):
 # %% ../nbs/processes.ipynb #5b3c0a11
 @patch
 def each(self:Replicas, at, t):
-    "The numbers `t` of each process, in one message; an error in all if they are not at one point, or one has failed"
+    "The numbers `t` of each process, in one message; an error in all unless they are at one point"
     words = torch.tensor([*at.ljust(64).encode()], dtype=torch.uint8).view(torch.float64)
     mine = t.new_zeros(8+max(self.size, len(t)), dtype=torch.float64)
     mine[:8],mine[8:8+len(t)] = words,t
     rows = mine.new_zeros(self.n, len(mine))
     try: distributed.all_gather(list(rows), mine, group=self.group)
-    except Exception as e: raise Stopped("AccumulateStep: another process has ended, or does not answer") from e
+    except Exception as e: raise Stopped("AccumulateStep: another process does not answer") from e
     ats = [bytes(o.view(torch.uint8).tolist()).decode().strip() for o in rows[:,:8].cpu()]
     if set(ats)=={at}: return rows[:,8:8+len(t)]
     says = [f'process {r} {o}' for o,r in dict(zip(ats, self.ranks)).items()]   # one for each point

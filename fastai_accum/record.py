@@ -35,7 +35,8 @@ def generators_in(model):
     return [*filter(is_generator, held(model)), *everybodys(model)]
 
 # %% ../nbs/record.ipynb #091bdd93
-_signs = np.random.default_rng(0).choice([-1.,1.], 10_007)   # a prime number, so that no sum has the same ones again
+# a prime number, so that no sum has the same ones again
+_signs = np.random.default_rng(0).choice([-1.,1.], 10_007)
 
 def sketch(o, size=1000):
     "What is kept of `o` to compare it: its shape and a small tensor, or a value"
@@ -63,7 +64,7 @@ def off(a, b):
 
 # %% ../nbs/record.ipynb #7737e37a
 class Record:
-    "Keeps what each forward pass and each step of `model` leaves, and moves the weights a little in each step"
+    "Keeps what each forward pass and each step of `model` leaves; each step moves the weights a little"
     cached = False   # whether the model returns a cache, as language models of transformers do
     def __init__(self, model, sees_draws=True):
         store_attr()
@@ -145,7 +146,8 @@ def drawn(self:Record, generators): self.keep([('the random numbers', o) for o i
 
 # %% ../nbs/record.ipynb #fa299e70
 def plain_loss(pred, *yb, **kwargs):
-    "A mean over samples, each computed by itself; it is not linear, as that has no gradient behind a batch norm"
+    "A mean over samples, each computed by itself"
+    # not linear, as that has no gradient behind a batch norm
     found = (v.as_subclass(Tensor) for o in held([pred]) for _,v in items(o) if isinstance(v, Tensor))
     xs = [x for x in found if x.is_floating_point() and x.numel()]
     return sum((1+(x-.3)**2).sqrt().mean() for x in xs)
@@ -159,7 +161,7 @@ def differences(a, b):
 
 # %% ../nbs/record.ipynb #f8f00959
 def first_unlike(a, b):
-    "The name of the first module whose output, or else whose gradient, is another in the record `a` than in `b`"
+    "The first module whose output, or else whose gradient, is another in the record `a` than in `b`"
     for k,(n,y) in b.sums.items():
         m,x = a.sums[k]
         if m==n and not math.isclose(x, y, rel_tol=1e-6, abs_tol=1e-9): return k[1]

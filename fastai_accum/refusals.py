@@ -24,7 +24,8 @@ class NotProved(UserWarning): "It is not known whether a way is the training of 
 
 scheduled = 'an int of at least 1 (for a fastai schedule f, pass `lambda pct: max(1, round(f(pct)))`)'
 
-def is_schedule(v): return callable(v) and not isinstance(v, (Callback,Learner))   # these can be called, too
+# a callback and a learner can be called, too
+def is_schedule(v): return callable(v) and not isinstance(v, (Callback,Learner))
 
 def check_count(who, name, v, what=None, least=1):
     "The count `v`, as an int"
@@ -40,7 +41,7 @@ def _meant_count(who, name, v, least):
     if isinstance(v, Learner): return f"; write learn.{_methods.get(who, 'accumulate')}(4) for a learner"
     if hasattr(v, name): return f"; write its `.{name}`"
     if not isinstance(v, (list,tuple,dict)) or name=='bs': return ''
-    return "; if it changes while you train, pass a function `pct -> int`, such as `lambda pct: 1 if pct<.2 else 4`"
+    return "; for a schedule, pass a function `pct -> int`, such as `lambda pct: 1 if pct<.2 else 4`"
 
 def check_flags(who, allowed, **kwargs):
     for k,v in kwargs.items():
@@ -71,7 +72,7 @@ def refuse_unknown(cls, kwargs):
         lines = dict.fromkeys(f'`{who}({name}={v!r})`' for who,name in own or found)
         hint = f"Did you mean {' or '.join(lines)}? " if lines else ''
         if cls.__name__=='MicroBatch' and k in ('average','reduction'):
-            hint = "If a loss of your own sums over the batch, say so by an attribute: loss.reduction='sum'. "
+            hint = "If your own loss sums over the batch, give it an attribute: loss.reduction='sum'. "
         raise TypeError(f"{cls.__name__}: there is no argument {k!r}. {hint}The arguments are {', '.join(args)}")
 
 # %% ../nbs/refusals.ipynb #cdbc50d1
@@ -83,39 +84,43 @@ def refuse_unnamed(who, first, *vs):
         lines = ' or '.join(f'{who}({first!r}, {k}={vs[0]!r})' for k in flags)
         raise TypeError(f"{who}: name the flag, as in {lines}; got {vs[0]!r} without a name")
     if who=='AccumulateStep':
-        raise TypeError(f"AccumulateStep: give one of n_step, which counts micro-batches, and n_samples, which counts "
-                        f"samples, such as AccumulateStep(n_step={first!r}); got {first!r} and {vs[0]!r}")
-    raise TypeError(f"MicroBatch: give the samples in a slice only, as in MicroBatch({first!r}); got {first!r} and "
-                    f"{vs[0]!r}. To step once per {vs[0]!r} batches, use AccumulateStep(n_step={vs[0]!r})")
+        raise TypeError("AccumulateStep: give one of n_step, which counts micro-batches, and n_samples, "
+                        f"such as AccumulateStep(n_step={first!r}); got {first!r} and {vs[0]!r}")
+    raise TypeError(f"MicroBatch: give the samples in a slice only, as in MicroBatch({first!r}); got "
+                    f"{first!r} and {vs[0]!r}. To step once per {vs[0]!r} batches, use "
+                    f"AccumulateStep(n_step={vs[0]!r})")
 
 # %% ../nbs/refusals.ipynb #b2d406c0
 _overridden = dict(all_batches="override one_batch, which is called for each micro-batch",
                    _do_one_batch="override _do_grad_opt, or use a callback")
 
 def is_a(cb, *names):
-    "Whether the class of `cb`, or one that it is made from, has one of these names; the class need not be imported"
+    "Whether the class of `cb`, or a base of it, has one of these names; it need not be imported"
     return any(o.__name__ in names for o in type(cb).__mro__)
 
 _methods = dict(AccumulateStep='accumulate', MicroBatch='micro_batch', GradientCheckpointing='gradient_checkpointing',
                 OffloadActivations='offload_activations')
 
 def arguments(cb, cls=None):
-    "The arguments of `cb` that are not the defaults, as one writes them for `cls`, its class or one that it is made from"
+    "The arguments of `cb` that are not the defaults, as one writes them for `cls`, its class or a base"
     pars = inspect.signature((cls or type(cb)).__init__).parameters.values()
     args = {o.name:getattr(cb, o.name) for o in pars if hasattr(cb, o.name)}
     args = {o.name:args[o.name] for o in pars if o.name in args and args[o.name]!=o.default}
-    return ', '.join(f"{k}={getattr(v, '__name__', None) or repr(v)}" for k,v in args.items())   # the name of a function
+    # the name of a function
+    return ', '.join(f"{k}={getattr(v, '__name__', None) or repr(v)}" for k,v in args.items())
 
 def as_line(cb, learn='learn'):
     "The line that adds a callback like `cb` to `learn`"
-    cls = first(o for o in type(cb).__mro__ if o.__name__ in _methods)   # a subclass may have other arguments
+    # a subclass may have other arguments
+    cls = first(o for o in type(cb).__mro__ if o.__name__ in _methods)
     return f"{learn}.{_methods[cls.__name__]}({arguments(cb, cls).removeprefix('bs=')})"
 
 def makes_windows(cb):
     "Whether `cb`, a callback or a class of callbacks, is an `AccumulateStep` or a `MicroBatch`"
     return hasattr(cb if isinstance(cb, type) else type(cb), 'train_epoch')
 
-def is_validation(learn): return learn.lock.locked()   # fastai locks the learner in `validate` and `get_preds`
+# fastai locks the learner in `validate` and `get_preds`
+def is_validation(learn): return learn.lock.locked()
 
 # %% ../nbs/refusals.ipynb #b2d406c2
 def check_learner(cb, learn):
@@ -131,48 +136,48 @@ def check_learner(cb, learn):
         if k in vars(learn) or getattr(type(learn), k) is not getattr(Learner, k):
             refuse(f"the learner has its own `{k}`, which cannot run in windows; {hint}")
     if not learn.dls or not len(learn.dls.loaders) or not len(learn.dls.train):
-        refuse("the learner has no training batches; set `learn.dls`, or drop_last=False for so few samples")
+        refuse("the learner has no training batches; set `learn.dls`, or drop_last=False")
     if type(vars(learn).get('lr_finder')).__name__=='LRFinder' and num_distrib()>1:
-        refuse("lr_find waits for ever in several processes, in fastai itself; call it in one process")
+        refuse("fastai's lr_find waits for ever in several processes; call it in one process")
 
 # %% ../nbs/refusals.ipynb #582979e8
 def warn_left_out(acc, loss):
     "Warn once per fit of a loss that is left out, because its weight is 0"
     acc.left_out = True
-    warnings.warn(f"{acc}: a micro-batch has the weight 0, but its loss is {float(loss):.3g}; its gradient is left out. "
-                  "If your loss divides by max(1, n), let weight= return both: (max(1, n), n). For any other loss, "
-                  "load the large batch and write MicroBatch(coupled=True)", stacklevel=2)
+    warnings.warn(f"{acc}: a micro-batch has the weight 0, but its loss is {float(loss):.3g}; its gradient "
+                  "is left out. If your loss divides by max(1, n), let weight= return both: (max(1, n), n). "
+                  "For others, load the large batch and write MicroBatch(coupled=True)", stacklevel=2)
 
 def check_loss(acc, loss_func):
     "Refuse a loss that is not one number, and warn of a sum that is averaged"
     red = loss_reduction(loss_func)
-    if red=='none': raise ValueError(f"{acc}: the loss has reduction='none', but it must be one number; use 'mean'")
+    if red=='none': raise ValueError(f"{acc}: the loss has reduction='none'; take 'mean', for one number")
     if red=='sum' and acc.average is None and acc.averages(loss_func):
-        warnings.warn(f"{acc}: the loss has reduction='sum', but its gradients are averaged as with reduction='mean'. "
-                      "Set reduction='mean' to avoid this warning, or average=False to keep the sum", stacklevel=2)
+        warnings.warn(f"{acc}: the loss has reduction='sum', but its gradients are averaged. Set "
+                      "reduction='mean', or keep the sum with average=False", stacklevel=2)
 
 # %% ../nbs/refusals.ipynb #cee06961
 def check_plan(acc, windows, *later):
-    "Raise an error, warn or print a line if the `windows` of the first epoch, or of `later` ones, do not fit it"
+    "Raise an error, warn or print a line if the `windows` of the first epoch, or `later` ones, do not fit"
     for w in windows,*later: _check_size(acc, w)
     size,bs = windows.size(0.),windows.bs
     if windows.by_samples and size<(bs or 0):
-        warnings.warn(f"{acc}: {size} samples are fewer than the batch size {bs}, so each micro-batch is a window. "
-                      "n_samples counts samples; use n_step to count micro-batches", stacklevel=2)
+        warnings.warn(f"{acc}: {size} samples are fewer than the batch size {bs}, so each micro-batch is a "
+                      "window. n_samples counts samples; use n_step to count micro-batches", stacklevel=2)
     n = windows.n or 0
     can_drop = n and windows.ends and windows.drop_last
     tail = n-min(windows.ends[-1]*bs, n) if can_drop else 0
     if tail>.05*n and not rank_distrib():
-        print(f"{acc}: {tail} of the {n} samples of an epoch reach no step, because the last window is not full and "
-              "is dropped. drop_last=False keeps them")
+        print(f"{acc}: {tail} of the {n} samples of an epoch reach no step, because the last window is "
+              "not full and is dropped. drop_last=False keeps them")
 
 def _check_size(acc, w):
     size = w.size(0.)
     there,unit = (w.n,'samples') if w.by_samples else (w.n_batches,'micro-batches')
     msg = f"{acc}: a window of {size} {unit} is more than the {there} of an epoch"
     if w.ends==[]:
-        raise ValueError(f"{msg} and the tail is dropped, so the optimizer would never step. Make the window "
-                         "smaller, or pass drop_last=False")
+        raise ValueError(f"{msg} and the tail is dropped, so the optimizer would never step. Make the "
+                         "window smaller, or pass drop_last=False")
     if there and size>there: warnings.warn(f"{msg}, so each epoch makes one step", stacklevel=2)
 
 # %% ../nbs/refusals.ipynb #a5902a03
@@ -212,7 +217,8 @@ def _same_norm(acc, cut, part, bs):
     size = bs*acc.n_step if bs and isinstance(acc.n_step, int) else acc.n_samples
     batches = f'batches of {size}' if isinstance(size, int) else 'the large batch'
     args = f'{part}, exact=True' if part else 'exact=True'
-    without = getattr(type(acc), 'without', 'learn.remove_cb(AccumulateStep)')   # how to go on without `acc`
+    # how to go on without `acc`
+    without = getattr(type(acc), 'without', 'learn.remove_cb(AccumulateStep)')
     return f"load {batches} and write\n{without}.micro_batch({args})"
 
 def _where(learn):

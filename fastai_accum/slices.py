@@ -49,18 +49,18 @@ def versions(b):
 
 # %% ../nbs/slices.ipynb #5e7070fd
 def tree_map(f, o, *others):
-    "Apply `f` to the tensors and arrays in `o`, with those at the same place in `others`; keep the rest of `o`"
+    "Apply `f` to the tensors and arrays in `o`, with those at the same place in `others`"
     if is_array(o): return f(o, *others)
     return like(o, [tree_map(f, o[k], *(p[k] for p in others)) for k in keys(o)])
 
 # %% ../nbs/slices.ipynb #0725e69b
 def n_rows(b):
-    "The number of samples in `b`: each tensor has one row per sample; without tensors, each list one entry"
+    "The samples in `b`: each tensor has a row for each; without tensors, each list has an entry"
     shapes = {path:tuple(o.shape) for path,o in leaves(b) if o.ndim}
     shapes = shapes or {f'batch[{k!r}]':(len(b[k]),) for k in keys(b) if isinstance(b[k], (list,tuple,L))}
     if len({s[0] for s in shapes.values()})==1: return first(shapes.values())[0]
-    raise ValueError("MicroBatch: to be cut, a batch needs tensors with one row per sample, but this one has "
-                     f"{shapes or 'none'}; pass split=f, with f(batch, bs) -> slices")
+    raise ValueError("MicroBatch: to be cut, a batch needs tensors with one row per sample, but this one "
+                     f"has {shapes or 'none'}; pass split=f, with f(batch, bs) -> slices")
 
 # %% ../nbs/slices.ipynb #dc597f7f
 def slices(b, bs)->list:
@@ -72,8 +72,8 @@ def _cut(o, n, i, bs):
     if is_array(o): return o[i:i+bs] if o.ndim else o
     if isinstance(o, (list,tuple,L)) and len(o)==n and not leaves(o): return o[i:i+bs]   # such as texts
     if n>bs and not isinstance(o, (Mapping,list,tuple,L)) and holds_tensors(o):
-        raise ValueError(f"MicroBatch: the batch has a {type(o).__name__}, an object that holds tensors, which cannot "
-                         "be cut; pass split=f, with f(batch, bs) -> slices")
+        raise ValueError(f"MicroBatch: the batch has a {type(o).__name__}, an object that holds tensors, "
+                         "which cannot be cut; pass split=f, with f(batch, bs) -> slices")
     return like(o, [_cut(o[k], n, i, bs) for k in keys(o)])
 
 # %% ../nbs/slices.ipynb #16ea5886
@@ -81,7 +81,7 @@ class Refused(ValueError): "In slices, the training would not be that of the who
 class NotPossible(Refused,RuntimeError): "A way to train says by itself why it is not possible"
 
 def join(preds, sizes, path='pred'):
-    "Join the predictions for slices of `sizes` samples, to get those for the whole batch; `path` is for errors"
+    "Join the predictions for slices of `sizes` samples; `path` is for errors"
     o = preds[0]
     def have_rows(): return all(x.ndim and len(x)==n for p,n in zip(preds, sizes) for _,x in leaves(p))
     if is_array(o):
@@ -93,9 +93,9 @@ def join(preds, sizes, path='pred'):
         return like(o, [join([p[k] for p in preds], sizes, f'{path}[{k!r}]') for k in keys(o)])
     if all(_is_same(p, o) for p in preds): return o
     shape = f' of shape {tuple(o.shape)}' if is_array(o) else ''
-    raise Refused(f"MicroBatch: the slices cannot be joined, because for {sizes[0]} samples {path} is a "
-                     f"{type(o).__name__}{shape}; {_instead(preds, sizes)}, or pass valid=False, so that "
-                     "validation is not cut")
+    raise Refused(f"MicroBatch: the slices cannot be joined, because for {sizes[0]} samples {path} is "
+                  f"a {type(o).__name__}{shape}; {_instead(preds, sizes)}, or pass valid=False, so "
+                  "that validation is not cut")
 
 def _is_same(p, o):
     "Whether a prediction is the same in two slices, such as a scale that is made from weights only"
@@ -104,7 +104,7 @@ def _is_same(p, o):
 
 def _instead(preds, sizes):
     o = preds[0]
-    if type(o).__name__.endswith('Cache'): return 'set model.config.use_cache=False'   # of keys and values
+    if type(o).__name__.endswith('Cache'): return 'set model.config.use_cache=False'
     if not is_array(o): return 'return one row per sample'
     if all(p.shape==(n,n) for p,n in zip(preds, sizes)):
         return 'return the embeddings, and compare all pairs of them in the loss'

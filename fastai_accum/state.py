@@ -60,7 +60,7 @@ def items(o):
 
 # %% ../nbs/state.ipynb #4d8e1dca
 def held(*roots, depth=4):
-    "`roots` and their modules, and the objects, lists, dictionaries, sets and generators that these hold"
+    "`roots`, their modules, and the objects, lists, dictionaries, sets and generators that these hold"
     found = {}
     level = [m for o in roots for m in (o.modules() if isinstance(o, nn.Module) else [o])]
     for _ in range(depth):
@@ -77,7 +77,7 @@ def arrays(objects): return [v for o in objects for _,v in items(o) if is_array(
 
 # %% ../nbs/state.ipynb #3f0a6c12
 def contents(o):
-    "A copy of what the object `o` holds now; of a generator, its state; of a variable of a closure, its value"
+    "A copy of what `o` holds now; of a generator, its state; of a variable of a closure, its value"
     if isinstance(o, CellType): return o.cell_contents if o!=CellType() else o
     if not is_generator(o): return copy(container(o))
     if isinstance(o, np.random.Generator): return o.bit_generator.state
@@ -188,7 +188,7 @@ class ModelState(State):
         model:nn.Module,
         objects=None, # What can change; `None` looks for it in `model`
         places=None, # Where the buffers are that can change; `None` takes all of `model`
-        generators=None # Generators that everybody shares; `None` takes those of the devices of `model`
+        generators=None # Generators that everybody shares; `None`: those of the devices of `model`
     ):
         self.model = get_model(model)
         self.places = buffers(self.model) if places is None else places
@@ -210,21 +210,22 @@ def refuse_lazy(who, model):
 # %% ../nbs/state.ipynb #afa468b6
 @patch
 def lend(self:ModelState):
-    "Give the modules copies of their buffers as they were, and return these by the `id` of the buffers"
+    "Give the modules copies of their buffers as they were; returns them by the `id` of the buffers"
     new = {id(o.tensor):o.was.clone() for o in self.tensors}
     for bs,k in self.places: bs[k] = new[id(bs[k])]
     return new
 
 @patch
 def moved(self:ModelState, new):
-    "The `id` of each buffer whose copy in `new` has changed; batch norm changes them without a new `_version`"
+    "The `id` of each buffer whose copy in `new` has changed"
+    # batch norm changes them without a new `_version`
     was = {id(o.tensor):o.was for o in self.tensors}
     return {i for i,b in new.items() if version(b) or not torch.equal(b, was[i])}
 
 @patch
 @contextmanager
 def again(self:ModelState):
-    "A context in which the model runs from this state once more; afterwards everything is as it is now"
+    "A context in which the model runs from this state again; afterwards everything is as it is now"
     now = State(self.objects, generators=self.generators)
     self.hold()
     self.rewind()

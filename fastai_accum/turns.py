@@ -19,7 +19,7 @@ from .state import State,container,contents,is_generator
 
 # %% ../nbs/turns.ipynb #ccfbae69
 def one_by_one(state, forward, parts, sizes, around=lambda k: nullcontext()):
-    "The predictions for each slice, run in `around(k)` from `state`; in training, the backward pass runs it again"
+    "The predictions for each slice, run in `around(k)`; in training, the backward pass runs it again"
     hidden = Hidden(state.model)
     turns = Turns(state, parts, sizes)
     preds = []
@@ -32,12 +32,12 @@ def one_by_one(state, forward, parts, sizes, around=lambda k: nullcontext()):
     return preds
 
 def _in_place():
-    return RuntimeError("MicroBatch: the model changes its input in place, and coupled=True runs the model twice on the "
-                        "same input; let the model change a copy, or leave coupled out")
+    return RuntimeError("MicroBatch: the model changes its input in place, and coupled=True runs it twice "
+                        "on the same input; let the model change a copy, or leave coupled out")
 
 # %% ../nbs/turns.ipynb #caa01686
 class Turns:
-    "Each of the slices `parts` begins from `state`; in its next turn, the model holds what it held after its last"
+    "Each of the slices `parts` begins from `state`, and goes on with what it held after its last turn"
     few = None   # what a run of a few samples leaves, and how many they are
     def __init__(self, state, parts, sizes):
         store_attr()
@@ -82,7 +82,7 @@ def joined(self:Turns, vs, i, k):
     sizes = self.sizes
     if self.follow(_are_sizes, vs, i, k): return _size(vs[0], sum(sizes))
     if self.follow(_have_rows, vs, i, k):
-        with suppress(Refused): return join(vs, sizes)   # such as a dictionary with a number beside the rows
+        with suppress(Refused): return join(vs, sizes)   # not a number beside the rows
     return _mean(vs, sizes) if all(map(_is_number, vs)) else vs[-1]
 
 @patch
@@ -107,7 +107,7 @@ def left_by_few(self:Turns):
     dry = Dry(state.model, state.objects, [*state.model.buffers()])
     def contexts(_): return [state.again(), torch.no_grad(), quiet(False)]
     try: dry.run(state.model.forward, [few], contexts, note)
-    except Exception: return {},0   # they are too few for the model, or memory runs out: nobody can tell
+    except Exception: return {},0   # too few for the model, or memory runs out: nobody can tell
     return left,m
 
 # %% ../nbs/turns.ipynb #caa0168c
@@ -150,7 +150,7 @@ class Hidden:
 
     @contextmanager
     def rows(self, k, sizes):
-        "A context in which the networks have the rows of slice `k`; after the last one, they have all rows"
+        "A context in which the networks have the rows of slice `k`; after the last one, all rows"
         i,n = sum(sizes[:k]),sizes[k]
         if k==0:
             for m in self.ms: change_hidden(m, sum(sizes))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from fastai.basics import *
 from torch.nn import functional as F
 from torch.nn.modules import batchnorm
-from .draws import Dealt,Deck,Differs,Draws,batch_dims,running
+from .draws import BatchDraws,Differs,Draws,SliceDraws,batch_dims,running
 from .lockstep import Lockstep
 from ..norms import AtNorms,synced
 from ..dry import Dry
@@ -78,9 +78,9 @@ def refuse_long(model, lengths):
     bptt = min((m.bptt for m in model.modules() if isinstance(getattr(m, 'bptt', None), int)), default=0)
     if not bptt or len({-(-n//bptt) for n in lengths})<2: return
     n = max(lengths)
-    raise ValueError(f"MicroBatch: exact=True is not possible: a text has {n} tokens, and the model reads pieces of "
-                     f"seq_len={bptt}, of a short text fewer. Pass seq_len={n} to TextDataLoaders and to "
-                     "text_classifier_learner, or write learn.gradient_checkpointing() in the place of MicroBatch")
+    raise ValueError(f"MicroBatch: exact=True is not possible: a text has {n} tokens, and the model reads "
+                     f"pieces of seq_len={bptt}, of a short text fewer. Pass seq_len={n} to TextDataLoaders "
+                     "and text_classifier_learner, or write learn.gradient_checkpointing() in its place")
 
 def text_lengths(model, x):
     "The tokens of each text in the batch `x`, without padding, if `model` reads texts in pieces"
@@ -90,7 +90,7 @@ def text_lengths(model, x):
 # %% ../../nbs/exact/whole.ipynb #cfefb39c
 @patch
 def plan(self:Exact, state, forward, xb, n, cut):
-    "What two runs on a few of the `n` samples `xb` have found, of one and two slices if the model wants so many"
+    "What two runs on a few of the `n` samples `xb`, or on one and two slices, have found"
     def few(k): return cut(xb if n>=k else join([xb]*2, [n,n]), k)[0][0]
     sizes = (1,2) if n<3 else (2,3)
     if not self.takes_few: sizes = self.micro.size,2*self.micro.size
@@ -130,23 +130,24 @@ def watch(state, forward, xb):
 def run_slices(self:Exact, plan, state, forward, parts, sizes):
     "The predictions for each slice, run according to the `plan`"
     torchs = filter(risinstance(torch.Generator), state.generators)
-    deck = Deck(plan.draws, sum(sizes), torchs)
+    of_batch = BatchDraws(plan.draws, sum(sizes), torchs)
     versions = [version(bs[k]) for bs,k in state.places]
     objects = with_containers(plan.objects)
     start = ModelState(self.model, objects, plan.buffers, state.generators)
     @contextmanager
-    def deal(k, norm=no_norms):
-        dealt = Dealt(deck, sum(sizes[:k]), sizes[k])
-        with AtNorms(norm, dealt, plan.inside): yield
-        dealt.end()
-    args = start,forward,parts,sizes,deal
+    def around(k, norm=no_norms):
+        of_slice = SliceDraws(of_batch, sum(sizes[:k]), sizes[k])
+        with AtNorms(norm, of_slice, plan.inside): yield
+        of_slice.end()
+    args = start,forward,parts,sizes,around
     preds = Lockstep(*args, self.micro.group).run() if plan.norms else one_by_one(*args)
-    deck.end()
+    of_batch.end()
     refuse_late(plan, objects, state, versions)
     return preds
 
 def with_containers(objects):
-    "`objects`, and the lists and dictionaries that they hold now: a model may make them anew for each batch"
+    "`objects`, and the lists and dictionaries that they hold now"
+    # a model may make them anew for each batch
     inner = [v for o in objects for _,v in items(o) if isinstance(v, (dict,list,set))]
     return list({id(o):o for o in [*objects,*inner]}.values())
 
@@ -159,8 +160,8 @@ def refuse_late(plan, objects, state, versions):
     moved = [k for (bs,k),v in zip(state.places, versions) if version(bs[k])!=v
              and (id(bs),k) not in buffers and id(bs[k]) not in plan.stats]
     if late or moved:
-        raise Differs("MicroBatch: exact=True is not possible: the model changes something that it did not change "
-                      "with the first samples; make it in __init__, or leave exact out")
+        raise Differs("MicroBatch: exact=True is not possible: the model changes something that it did not "
+                      "change with the first samples; make it in __init__, or leave exact out")
 
 def no_norms(o, f):
     raise Differs("MicroBatch: exact=True is not possible: the model comes to a batch norm, "

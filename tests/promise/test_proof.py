@@ -326,7 +326,7 @@ class Recomputes(nn.Module):
 @pytest.mark.parametrize('reentrant', [True,False])
 def test_a_model_that_checkpoints_itself_is_named(reentrant):
     m = Recomputes(reentrant)
-    with pytest.raises(Refused, match='recomputes by itself, with torch.utils.checkpoint'):
+    with pytest.raises(Refused, match='recomputes by itself: take torch.utils.checkpoint out'):
         learner(m, MicroBatch(3, exact=True)).fit(1)
     learner(m).fit(1)   # it is as it was
 
