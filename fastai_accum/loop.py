@@ -168,7 +168,7 @@ class Epoch:
     "An epoch of `learn` in windows"
     def __init__(self, acc, learn):
         self.acc,self.learn = acc,learn
-        self.group = processes(learn.model, 4+len(parameters(learn)))
+        self.group = processes(learn.model, 3+len(parameters(learn)))
         self.slicer = first(window_callbacks(learn), attrgetter('cuts'))
         self.windows = self.plan(learn.epoch)
         self.n_before = acc.counts.n_samples   # samples of the epochs before this one
@@ -315,7 +315,6 @@ class Window:
     divisor = 0          # the largest number that a loss was divided by
     micro = None         # the current micro-batch
     is_last = False      # whether it is expected to be the last
-    n_all = 0            # samples of all processes
     n_stepped = 0        # samples of this process that reached the step
     total = 1            # what the mean divides by
     scale = None         # what the losses are divided by
@@ -436,8 +435,8 @@ def step(self:Window):
     ps = parameters(learn)
     self.is_last = True
     used = [p.grad is not None for p in ps]
-    mine = self.n_samples,self.weight,self.divisor,self.loss,*used
-    self.n_all,weight,divisor,loss,*used = self.epoch.group.sum('ends a window', *mine)
+    mine = self.weight,self.divisor,self.loss,*used
+    weight,divisor,loss,*used = self.epoch.group.sum('ends a window', *mine)
     if not divisor:
         if self.acc.last_loss is not None: learn.loss = self.acc.last_loss
         return

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from fastai.basics import *
 from torch.nn.parameter import is_lazy
 from .devices import accelerators,generator_of
-from .private import buffer_dict,hook_dicts,version
+from .private import buffer_dict,hook_dicts
 from .replace import Lent
 from .slices import is_array
 
@@ -210,17 +210,9 @@ def refuse_lazy(who, model):
 # %% ../nbs/state.ipynb #afa468b6
 @patch
 def lend(self:ModelState):
-    "Give the modules copies of their buffers as they were; returns them by the `id` of the buffers"
+    "Give the modules copies of their buffers as they were"
     new = {id(o.tensor):o.was.clone() for o in self.tensors}
     for bs,k in self.places: bs[k] = new[id(bs[k])]
-    return new
-
-@patch
-def moved(self:ModelState, new):
-    "The `id` of each buffer whose copy in `new` has changed"
-    # batch norm changes them without a new `_version`
-    was = {id(o.tensor):o.was for o in self.tensors}
-    return {i for i,b in new.items() if version(b) or not torch.equal(b, was[i])}
 
 @patch
 @contextmanager
@@ -229,7 +221,9 @@ def again(self:ModelState):
     now = State(self.objects, generators=self.generators)
     self.hold()
     self.rewind()
-    try: yield self.lend()
+    try:
+        self.lend()
+        yield
     finally: now.restore()
 
 # %% ../nbs/state.ipynb #d64c1818
