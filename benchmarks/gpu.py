@@ -20,7 +20,7 @@ def budget(): return int(share*torch.cuda.get_device_properties(cuda()).total_me
 
 def too_large(make):
     "A batch size for `make` that takes 1.3 times the budget, from what 8 and 16 samples take"
-    a,b = (learner(partial(make, bs=bs), cuda()).what_fits('1000GB', n_try=1).ways[0].peak for bs in (8,16))
+    a,b = (learner(partial(make, bs=bs), cuda()).what_fits('1000GB').ways[0].peak for bs in (8,16))
     return int((1.3*budget()-a)/((b-a)/8))+8
 
 def tables():

@@ -18,11 +18,11 @@ from fastai.text.all import *
 from fastai.vision.all import *
 from fastai.callback.progress import ProgressCallback
 from fastai_accum.all import *
-from fastai_accum.know import what_fits
+from fastai_accum.know import ways
 from fastai_accum.know.ways import as_text
 from fastai_accum.devices import is_out_of_memory
 
-what_fits.limit = math.inf   # a slow machine tries all ways, too
+ways.limit = math.inf   # a slow machine tries all ways, too
 
 def loaders(data, bs, device): return DataLoaders.from_dsets(data, data, bs=bs, device=device)
 
@@ -98,13 +98,13 @@ def pasted(make, device, line):
     except Exception as e:
         if not is_out_of_memory(e): raise
 
-def rows(make, device, budget=None, n_try=3):
+def rows(make, device, budget=None):
     "The result of `what_fits`, as dictionaries; without a `budget`, it is 85 % of what the learner takes as it is"
     if budget is None: budget = int(.85*pasted(make, device, ''))
-    fits = learner(make, device).what_fits(budget, n_try=n_try)
-    shown = fits.table.rename(columns={'samples/s':'speed', 'what changes':'stays'})[['time','speed','stays']].to_dict('records')
-    ways = [dict(line=o.line, peak=o.peak, fits=o.fits, is_same=o.is_same, pasted=pasted(make, device, o.line), **t) for o,t in zip(fits.ways, shown)]
-    return dict(title=fits.title, note=fits.note, budget=budget, ways=ways)
+    fits = learner(make, device).what_fits(budget)
+    shown = fits.table.rename(columns={'what changes':'stays'})[['time','stays']].to_dict('records')
+    found = [dict(line=o.line, peak=o.peak, fits=o.fits, is_same=o.is_same, pasted=pasted(make, device, o.line), **t) for o,t in zip(fits.ways, shown)]
+    return dict(title=fits.title, note=fits.note, budget=budget, ways=found)
 
 def error(w):
     "How far the peak of the pasted line is from what the table said"
@@ -113,8 +113,8 @@ def error(w):
 def show(name, r):
     print(f"\n{name}\n\n{r['title']}\n")
     print(table([(w['line'] or '(as it is)', as_text(w['peak']) if w['peak'] else 'out of memory', as_text(w['pasted']) if w['pasted'] else 'out of memory',
-                  f'{error(w):.1%}' if error(w) is not None else '', {True:'yes', False:'no'}[w['fits']], w['time'], w['speed'], w['stays']) for w in r['ways']],
-                ['line','peak','pasted','apart','fits','time','samples/s','what changes']))
+                  f'{error(w):.1%}' if error(w) is not None else '', {True:'yes', False:'no'}[w['fits']], w['time'], w['stays']) for w in r['ways']],
+                ['line','peak','pasted','apart','fits','time','what changes']))
     print(f"\n{r['note']}", flush=True)
 
 def measure(nets, device, name, save_it, budget=None, only=()):

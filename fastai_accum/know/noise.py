@@ -16,7 +16,6 @@ from .gradients import Noise,Sums,ratio_interval,unbiased
 from .unchanged import Trial,unchanged
 from ..microbatch import MicroBatch
 from ..private import AnyBatchNorm
-from ..patch import accumulation_settings
 from ..refusals import as_line,check_count,check_learner,is_validation
 
 # %% ../../nbs/know/noise.ipynb #2c81cd61
@@ -30,8 +29,6 @@ class NoiseScale(Callback):
     run_valid = False
     knows_batch_norm = True    # it warns itself
     sums = None                # those of the window, while an epoch trains
-    _stateattrs = 'sums',      # not copied, not saved
-    __setattr__ = object.__setattr__   # fastai's also looks for each name in the model
     def __init__(self): self.rows = []   # of each window, still on the device
 
     def is_training(self):
@@ -44,8 +41,6 @@ class NoiseScale(Callback):
     def after_backward(self):
         if self.sums: self.sums.add()
     def read(self): self.rows = [list(map(float, o)) for o in self.rows]   # waits for the device
-    def warn(self, msg):
-        if not rank_distrib(): warnings.warn(f"NoiseScale: {msg}", stacklevel=3)
 
 # %% ../../nbs/know/noise.ipynb #66e39e05
 class _MockFit(Trial):
@@ -67,10 +62,8 @@ def before_fit(self:NoiseScale):
                          "micro-batches; add AccumulateStep(n_step=2) or more")
     cut = first(self.learn.cbs, risinstance(MicroBatch))
     if cut and cut.shows_whole:
-        plain = as_line(MicroBatch(cut.bs))
-        raise ValueError(f"NoiseScale: {cut!r} does not compute a gradient for each slice. Measure "
-                         "with the same learner without coupled=True and exact=True: "
-                         f"`{plain}.noise_scale()`, then `{as_line(cut)}` again")
+        raise ValueError(f"NoiseScale: {cut!r} does not compute a gradient for each slice; measure "
+                         f"without coupled=True and exact=True: `{as_line(MicroBatch(cut.bs))}`")
     self.rows = []
 
 # %% ../../nbs/know/noise.ipynb #6caccb44
@@ -80,9 +73,9 @@ def around_batches(self:NoiseScale, learn):
     "Listen to the parameters of the optimizer while an epoch trains"
     if not learn.training or not self.is_training(): yield; return
     has_norm = any(isinstance(m, AnyBatchNorm) and m.training for m in learn.model.modules())
-    if has_norm and not self.rows:
-        self.warn("the model has batch norm, which sees one micro-batch at a time; this biases the "
-                  "noise scale; use BatchNormEval() or to_group_norm(model)")
+    if has_norm and not self.rows and not rank_distrib():
+        warnings.warn("NoiseScale: the model has batch norm, which sees one micro-batch at a time; "
+                      "this biases the noise scale; use BatchNormEval() or to_group_norm(model)")
     self.sums = Sums(p for p,*_ in learn.opt.all_params() if p.requires_grad)
     try:
         with self.sums.hooked(): yield
@@ -96,10 +89,9 @@ def before_step(self:NoiseScale):
     "Record the window, whose gradients are complete"
     self.before_batch()   # this process may have left out all micro-batches
     if not (s := self.sums): return
-    own = s.n,s.win.weight,s.win.n_samples,s.is_bad or len(s.now)>0,s.sq
-    n,weight,samples,is_bad,sq = s.win.epoch.group.sum('measures the noise', *own)
-    if is_bad: self.warn("a window is left out, as a micro-batch has two gradients of a parameter")
-    if is_bad or n<2: return
+    own = s.n,s.win.weight,s.win.n_samples,s.sq
+    n,weight,samples,sq = s.win.epoch.group.sum('measures the noise', *own)
+    if n<2: return
     whole,scaler = s.whole()/(weight/s.win.total)**2,vars(self.learn).get('scaler')
     # what mixed precision multiplies the loss by; `get_scale` would wait for the device
     by = scaler.scale(torch.ones_like(whole))**2 if scaler else 1
@@ -117,44 +109,38 @@ def windows(self:NoiseScale)->pd.DataFrame:
 def _means(df):
     "The noise of one sample and the squared length of the gradient, for each window"
     if not len(df):
-        raise ValueError("NoiseScale: nothing was measured: no window had two micro-batches (take n_step=2 "
-                         "or more), or the gradients are not finite (see `learn.validate()`)")
+        raise ValueError("NoiseScale: nothing was measured: no window had two micro-batches (take "
+                         "n_step=2 or more), each had a second backward pass, or the gradients are "
+                         "not finite (see `learn.validate()`)")
     noise,grad_sq = unbiased(df.n, df.weight, df.sum_sq, df.mean_sq)
     return noise*df.samples.sum()/df.weight.sum(),grad_sq
 
 # %% ../../nbs/know/noise.ipynb #e2a24ed1
 @patch
 def result(self:NoiseScale,
-    last:int|None=None # How many of the last windows to use; `None`: all
+    last:int=0 # How many of the last windows to use; 0: all
 )->Noise: # The estimate
     "The noise scale over the last windows of the fit"
-    if last is not None: check_count('NoiseScale', 'last', last, least=2)
-    noise,grad_sq = _means(self.windows.iloc[-(last or 0):])
+    noise,grad_sq = _means(self.windows[-last:])
     return Noise(*ratio_interval(noise, grad_sq), float(grad_sq.mean()), float(noise.mean()))
 
 # %% ../../nbs/know/noise.ipynb #4e37cd44
 @patch
 def plot(self:NoiseScale,
-    beta:float=0.98, # What a moving average keeps at each window; 1: the mean so far
-    marks:dict={} # Numbers of samples to mark by a line, by name
+    beta:float=0.98 # What a moving average keeps at each window; 1: the mean so far
 ):
     "Plot the noise scale over the steps of the fit"
     df,(_,ax) = self.windows,plt.subplots(figsize=(4.6,3.4))
     noise,grad_sq = ((o.ewm(alpha=1-beta) if beta<1 else o.expanding()).mean() for o in _means(df))
-    ax.plot(df.step, noise/grad_sq.where(grad_sq>0), label='noise scale')
-    for i,(k,v) in enumerate(marks.items(), 1):
-        ax.axhline(v, color=f'C{i}', ls='--', label=f'{k}: {_n(v)}')
-    ax.set(xlabel='step', ylabel='samples', yscale='log')
+    ax.plot(df.step, noise/grad_sq.where(grad_sq>0))
+    ax.set(xlabel='step', ylabel='noise scale (samples)', yscale='log')
     ax.yaxis.set_major_formatter(LogFormatter())   # 60, not 6×10¹
     ax.yaxis.set_minor_formatter(LogFormatter())
-    ax.legend()
-
-def _n(v): return f'{v:.0f}' if abs(v)>=10 else f'{v:.2g}'
 
 # %% ../../nbs/know/noise.ipynb #41f63cab
 @patch
 def noise_scale(self:Learner,
-    n_step:int=8, # Batches of the loader in a window: at least 2, or 1 if a `MicroBatch` cuts them
+    n_step:int=8, # Batches of the loader in a window: at least 2
     num_it:int=100, # Number of windows
     show_plot:bool=True # Whether to plot the estimate over the number of windows
 )->Noise: # The estimate and the suggested `n_step`
@@ -162,47 +148,39 @@ def noise_scale(self:Learner,
 
     Example: `learn.noise_scale()`. A batch of more samples than this no longer saves many steps.
     https://fastai-accum.github.io/fastai_accum/know/noise.html"""
-    is_cut = bool(self.cbs.filter(risinstance(MicroBatch)))
-    check_count('noise_scale', 'n_step', n_step, least=2-is_cut)
+    check_count('noise_scale', 'n_step', n_step, least=2)
     check_count('noise_scale', 'num_it', num_it, least=2)
-    now = first(self.cbs, risinstance(AccumulateStep))   # what a fit would use
-    now = now or AccumulateStep(**(accumulation_settings() or dict(n_step=1)))
-    check_learner(now, self)
+    own = first(self.cbs, risinstance(AccumulateStep)) or AccumulateStep(n_step)
+    check_learner(own, self)
     n = len(self.dls.train)
     if n_step>n:
-        hint = f'pass an n_step of at most {n}' if n>1 else 'lower the batch size of the loader'
-        raise ValueError(f"noise_scale: {n_step=} is more than the {n} batches of an epoch; {hint}")
-    windows = AccumulateStep(n_step, average=now.average, weight=now.weight, drop_last=False)
+        raise ValueError(f"noise_scale: {n_step=} is more than the {n} batches of an epoch; lower "
+                         "it, or the batch size of the loader")
+    windows = AccumulateStep(n_step, average=own.average, weight=own.weight, drop_last=False)
     cb = NoiseScale()
     with unchanged(self),self.no_logging():
         self.fit(num_it//(n//n_step)+1, cbs=[windows, cb, _MockFit(num_it)])
-    return _report(cb, n_step, n, now, show_plot)
-
-# %% ../../nbs/know/noise.ipynb #7b084016
-def _report(cb, n_step, n_batches, now, show_plot):
-    "Print and plot what `cb` has measured"
-    df,res = cb.windows,cb.result()
-    bs = df.samples.median()/n_step   # of a batch, in all processes together
-    def start(v): return v(0.) if callable(v) else v   # of a schedule
-    size = start(now.n_samples) or start(now.n_step)*bs
-    if not math.isnan(res.scale): res.n_step = min(max(1, round(res.scale/bs)), n_batches)
+    res = cb.result()
+    bs = cb.windows.samples.median()/n_step   # of a batch, in all processes together
+    if not math.isnan(res.scale): res.n_step = min(max(1, round(res.scale/bs)), n)
     if rank_distrib(): return res
-    print(f"Gradient noise scale: {_words(res)} from {len(df)} windows of {_n(bs*n_step)} samples.\n"
-          f"The effective batch is {_n(size)} now. {_advice(res, bs, n_batches*bs)}")
-    marks = {} if res.n_step is None else {f'suggested: n_step={res.n_step}':res.n_step*bs}
-    if show_plot: cb.plot(1, {'effective batch now':size, **marks})
+    print(_report(res, bs, n))
+    if show_plot:
+        cb.plot(beta=1)
+        if res.n_step:
+            plt.axhline(res.n_step*bs, color='C1', ls='--', label=f'suggested: n_step={res.n_step}')
+            plt.legend()
     return res
 
-# %% ../../nbs/know/noise.ipynb #77becb98
-def _words(res):
-    if res.n_step is None: return 'not measurable'
-    return f'{_n(res.scale)} samples (95 % interval {_n(max(0, res.low))} to {_n(res.high)})'
-
-def _advice(res, bs, epoch):
-    "What follows from the estimate, for batches of `bs` samples"
+# %% ../../nbs/know/noise.ipynb #7b084016
+def _report(res, bs, n):
+    "What the estimate says, with batches of `bs` samples, `n` an epoch"
     if res.n_step is None:
         return "The noise hides the gradient. Take more windows (num_it) or larger ones (n_step)."
-    if res.scale>epoch:
-        return f"The noise scale is larger than an epoch, which has {_n(epoch)}, so it sets no limit."
-    if res.n_step==1: return f"A batch of the loader has {_n(bs)}, so you do not need accumulation."
-    return f"With n_step={res.n_step} it would be {_n(res.n_step*bs)}."
+    said = (f"Gradient noise scale: {res.scale:.0f} samples "
+            f"(95 % interval {max(0, res.low):.0f} to {res.high:.0f}).\n")
+    if res.scale>n*bs:
+        return said + f"An epoch is smaller, with {n*bs:.0f} samples, so this sets no limit."
+    if res.n_step==1:
+        return said + f"A batch has {bs:.0f} samples, so you do not need accumulation."
+    return said + f"`learn.accumulate({res.n_step})` makes steps of {res.n_step*bs:.0f} samples."

@@ -208,7 +208,7 @@ def test_what_fits_counts_what_is_free(device, fakegpu, capsys):
     learn = get_learner()
     fakegpu.set_limit(fakegpu.memory_allocated()+int(.4*peak))
     try:
-        found = learn.what_fits(n_try=1)
+        found = learn.what_fits()
         assert found.ways[0].fits is False and found.best.is_same and found.best.peak<=found.budget
         exec(found.best.line, dict(learn=learn))
         learn.fit(1)
@@ -254,7 +254,7 @@ def test_a_slice_that_fails_while_others_wait(exc, n, device, capsys):
     assert Bomb.n==0
     assert all(now<=was for now,was in zip(left(), before))
 
-trials = dict(what_fits=lambda l: l.what_fits('1GB', n_try=1), noise_scale=lambda l: l.noise_scale(2, 3, False),
+trials = dict(what_fits=lambda l: l.what_fits('1GB'), noise_scale=lambda l: l.noise_scale(2, 3, False),
               check=lambda l: l.check_accumulation(), proof=lambda l: l.micro_batch(4, exact=True).fit(1))
 
 class Interrupts(Callback):
