@@ -36,8 +36,11 @@ class Noise(namedtuple('Noise', 'scale low high grad_sq noise')):
 
 # %% ../../nbs/know/gradients.ipynb #6a14e1ad
 def squared(g):
-    "The sum of squares, in float32 or better"
-    return torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))**2
+    "The sum of squares by rows: PyTorch's norm of ten million numbers at once is 0.1 % too small"
+    if g.is_sparse: g = g.coalesce().values()
+    rows = tuple(range(1, g.ndim)) or None
+    norms = torch.linalg.vector_norm(g, dim=rows, dtype=torch.promote_types(g.dtype, torch.float32))
+    return norms.square().sum()
 
 class Sums:
     "The squares of the gradients of `params` in the window `win`, in this process"

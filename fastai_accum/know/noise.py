@@ -15,6 +15,7 @@ from ..core import AccumulateStep,in_charge
 from .gradients import Noise,Sums,ratio_interval,unbiased
 from .unchanged import Trial,unchanged
 from ..microbatch import MicroBatch
+from ..patch import accumulation_settings
 from ..private import AnyBatchNorm
 from ..refusals import as_line,check_count,check_learner,is_validation
 
@@ -150,7 +151,8 @@ def noise_scale(self:Learner,
     https://fastai-accum.github.io/fastai_accum/know/noise.html"""
     check_count('noise_scale', 'n_step', n_step, least=2)
     check_count('noise_scale', 'num_it', num_it, least=2)
-    own = first(self.cbs, risinstance(AccumulateStep)) or AccumulateStep(n_step)
+    own = first(self.cbs, risinstance(AccumulateStep))   # what a fit would use
+    own = own or AccumulateStep(**(accumulation_settings() or dict(n_step=1)))
     check_learner(own, self)
     n = len(self.dls.train)
     if n_step>n:

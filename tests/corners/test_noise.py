@@ -35,7 +35,7 @@ class Stored(Callback):
         loss = self.loss_func(model(*self.learn.xb), *self.learn.yb)
         loss.backward()
         loss_is_mean = getattr(self.loss_func, 'reduction', 'mean')=='mean'
-        self.seen.append((float(w), [None if p.grad is None else p.grad/(1 if loss_is_mean else w)
+        self.seen.append((float(w), [None if p.grad is None else p.grad.to_dense()/(1 if loss_is_mean else w)
                                      for p in model.parameters()]))
     def before_step(self):
         seen = [(w,gs) for w,gs in self.seen if w]
@@ -64,6 +64,13 @@ def uneven(sizes=(7,3,11,2,5,9,1,4)*2, y=None):
     batches = [(x[a:b], y[a:b]) for a,b in zip(at, at[1:])]
     return DataLoaders(DataLoader(batches, bs=None), DataLoader(batches[:1], bs=None))
 
+class Sparse(nn.Module):
+    "Rows of an embedding that every micro-batch has some of, twice or more"
+    def __init__(self):
+        super().__init__(); torch.manual_seed(0)
+        self.emb,self.lin = nn.Embedding(9, 4, sparse=True).double(),nn.Linear(4, 3).double()
+    def forward(self, x): return self.lin(self.emb((x.abs()*4).long().clamp(max=8)).mean(1))
+
 class Unused(nn.Module):
     "A branch without a gradient in most micro-batches"
     def __init__(self):
@@ -90,6 +97,7 @@ cases = dict(
     scaled    = dict(cbs=[AccumulateStep(4), OnCpu(init_scale=2.**10, growth_interval=2)], dls=uneven()),
     scaled_sum= dict(cbs=[AccumulateStep(4, average=False), OnCpu(init_scale=2.**10, growth_interval=2)], dls=uneven()),
     clipped   = dict(cbs=[AccumulateStep(4), GradientClip(1e-3)], dls=uneven()),
+    sparse    = dict(cbs=[AccumulateStep(4)], model=Sparse(), splitter=trainable_params, opt_func=partial(SGD, mom=0)),
     unused    = dict(cbs=[AccumulateStep(4)], model=Unused(), splitter=trainable_params),
     dtype     = dict(cbs=[AccumulateStep(4), GradAccumDtype(torch.float64)], dls=uneven(),
                      loss=nn.CrossEntropyLoss(weight=W)),

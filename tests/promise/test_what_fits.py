@@ -1,5 +1,5 @@
 "`learn.what_fits()`: what it measures, what it suggests, and that it changes nothing"
-import gc,pytest
+import gc,itertools,pytest
 from harness import *
 import fastai_accum.all
 from fastai_accum.dry import planning
@@ -170,6 +170,18 @@ def test_a_way_that_was_not_proved_never_becomes_the_same():
     for _ in range(2):
         way, = [o for o in fits(learn).ways if o.line=='learn.gradient_checkpointing()']
         assert way.changes=='not proved'
+
+class Slow(ways.Meter):
+    "As if each step took as many seconds as `times` says"
+    times = iter(())
+    def after_fit(self): self.ends = list(np.cumsum([0,9,next(Slow.times)]))
+
+@pytest.mark.parametrize('times,shown', [([1.,.95], '1.0'), ([1.,.5], '0.5')], ids=['noise','faster'])
+def test_noise_does_not_decide(monkeypatch, times, shown):
+    "A way that is a little faster than the learner as it is counts as equally fast"
+    monkeypatch.setattr(ways, 'Meter', Slow)
+    monkeypatch.setattr(Slow, 'times', itertools.chain(times, itertools.repeat(2.)))
+    assert fits(learner()).table.time[:3].tolist()==['1.0',shown,'2.0']
 
 def test_our_callbacks_have_to_go_first():
     learn = learner(cbs=MicroBatch(12))
