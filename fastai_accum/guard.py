@@ -72,6 +72,7 @@ def few_samples(b, cut=slices, unit=1):
 
 def _larger(o): return o*4 if is_floating(o) else o
 
+# %% ../nbs/guard.ipynb #few0n002
 def noisy(b, where=is_floating):
     "`b` with noise, since behind a batch norm the gradient of constant images is only rounding"
     g = torch.Generator().manual_seed(0)   # no other generator draws

@@ -50,6 +50,9 @@ class WindowCallback(Callback):
     _stateattrs = ('window',)          # not copied, not saved
     __setattr__ = object.__setattr__   # fastai's also looks for each name in the model
 
+    varies = property(lambda o: callable(o.n_step) or callable(o.n_samples))   # by a schedule
+    def __str__(self): return type(self).__name__   # in messages
+    def __repr__(self): return f"{type(self).__name__}({arguments(self)})"
     def before_fit(self): self.begin()
 
     def __init_subclass__(cls):
@@ -59,13 +62,6 @@ class WindowCallback(Callback):
             self.begin()
             own(self)
         if own: cls.before_fit = wraps(own)(before_fit)
-
-# %% ../nbs/loop.ipynb #7624644d
-@patch
-def __str__(self:WindowCallback): return type(self).__name__   # in messages
-
-@patch
-def __repr__(self:WindowCallback): return f"{type(self).__name__}({arguments(self)})"
 
 # %% ../nbs/loop.ipynb #89ce312a
 @patch(as_prop=True)
@@ -151,9 +147,6 @@ def from_schedule(self:WindowCallback, learn, n_epochs):
     pct = 0. if 'lr_finder' in vars(learn) else min(1., n_epochs/learn.n_epoch)
     n = getattr(self, name)(pct)
     return check_count(self, f'{name} at pct={pct:.4g}', n, scheduled)
-
-@patch(as_prop=True)
-def varies(self:WindowCallback): return callable(self.n_step) or callable(self.n_samples)
 
 # %% ../nbs/loop.ipynb #61536400
 @patch

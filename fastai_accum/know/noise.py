@@ -128,12 +128,16 @@ def result(self:NoiseScale,
 # %% ../../nbs/know/noise.ipynb #4e37cd44
 @patch
 def plot(self:NoiseScale,
-    beta:float=0.98 # What a moving average keeps at each window; 1: the mean so far
+    beta:float=0.98, # What a moving average keeps at each window; 1: the mean so far
+    suggested:float|None=None # Samples of a window to mark
 ):
     "Plot the noise scale over the steps of the fit"
     df,(_,ax) = self.windows,plt.subplots(figsize=(4.6,3.4))
     noise,grad_sq = ((o.ewm(alpha=1-beta) if beta<1 else o.expanding()).mean() for o in _means(df))
     ax.plot(df.step, noise/grad_sq.where(grad_sq>0))
+    if suggested:
+        ax.axhline(suggested, color='C1', ls='--', label='suggested window')
+        ax.legend()
     ax.set(xlabel='step', ylabel='noise scale (samples)', yscale='log')
     ax.yaxis.set_major_formatter(LogFormatter())   # 60, not 6×10¹
     ax.yaxis.set_minor_formatter(LogFormatter())
@@ -167,11 +171,7 @@ def noise_scale(self:Learner,
     if not math.isnan(res.scale): res.n_step = min(max(1, round(res.scale/bs)), n)
     if rank_distrib(): return res
     print(_report(res, bs, n))
-    if show_plot:
-        cb.plot(beta=1)
-        if res.n_step:
-            plt.axhline(res.n_step*bs, color='C1', ls='--', label=f'suggested: n_step={res.n_step}')
-            plt.legend()
+    if show_plot: cb.plot(1, res.n_step and res.n_step*bs)
     return res
 
 # %% ../../nbs/know/noise.ipynb #7b084016
