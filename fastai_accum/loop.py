@@ -402,13 +402,15 @@ def weigh(self:Window):
     given = self.acc.weight or getattr(self.epoch.slicer, 'weight', None)
     f = given or partial(loss_weight, learn.loss_func)
     with torch.no_grad(): w = f(learn.pred, *learn.yb)
-    try: divisor,weight = map(float, w if isinstance(w, tuple) else (w,w))
+    pair = w if isinstance(w, tuple) else (w,w)
+    is_count = {bool,str}.isdisjoint(map(type, pair)) and getattr(w, 'dtype', None) is not torch.bool
+    try: divisor,weight = map(float, pair)
     except (TypeError,ValueError,RuntimeError): divisor = weight = math.nan
-    if 0<=divisor<math.inf and 0<=weight<math.inf:
+    if is_count and 0<=divisor<math.inf and 0<=weight<math.inf:
         return (divisor,weight) if divisor==weight else self.checked(divisor, weight)
-    name = 'weight' if given else 'loss_weight'
-    raise ValueError(f"{self.acc}: {name} must return one finite number of at least 0, or a tuple of two, got "
-                     f"{getattr(w, 'shape', w)!r}; if it is a tensor with several, return their sum")
+    got = getattr(w, 'shape', None) or getattr(w, 'item', lambda: w)()
+    raise ValueError(f"{self.acc}: {'weight' if given else 'loss_weight'} must return one finite number of at "
+                     f"least 0, or a tuple of two, got {got!r}; if it is a tensor with several, return their sum")
 
 @patch
 def checked(self:Window, divisor, weight):

@@ -33,9 +33,10 @@ def _check_batch_norm(name, bn):
     n = bn.num_features
     least = _least if isinstance(bn, nn.BatchNorm1d) else 1
     if type(bn) in _plain and n>=least: return
+    few = f'fewer than {least} would lose information (in a tabular model, pass `bn_cont=False`)'
+    why = few if type(bn) in _plain else "its class may do more (run a batch through a lazy one first)"
     raise ValueError(f"to_group_norm: the {type(bn).__name__} {name or 'model'!r} with {n} features cannot "
-                     "be replaced, because it is lazy, or of a class of its own, or has fewer than "
-                     f"{least}. Take another norm layer, or none (in a tabular model, `bn_cont=False`)")
+                     f"be replaced: {why}. Take another norm layer")
 
 # %% ../../nbs/extras/batchnorm.ipynb #4ca991fb
 def to_group_norm(
@@ -52,6 +53,8 @@ def to_group_norm(
         got = type(model).__name__
         raise ValueError(f"to_group_norm: model must be an nn.Module, such as `learn.model`, got {got}")
     groups = check_count('to_group_norm', 'groups', groups)
+    if any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
+        raise ValueError("to_group_norm: call it before you script or trace the model")
     old = {name:m for name,m in model.named_modules() if isinstance(m, AnyBatchNorm)}
     for name,bn in old.items(): _check_batch_norm(name, bn)
     new = {bn:_as_group_norm(bn, groups) for bn in old.values()}

@@ -14,10 +14,11 @@ from html import escape
 from fastai.basics import *
 from ..devices import is_out_of_memory
 from ..guard import guard
-from .bench import Bench,counts,first_batches,kinds,marks
-from .unchanged import learner_state
+from .bench import Bench,counts,kinds,marks
+from .unchanged import first_batches,learner_state
 from ..loss import base_loss
 from ..microbatch import MicroBatch
+from ..patch import accumulation_settings
 from ..precise import eager,quiet
 from ..private import split_batch
 from ..record import first_unlike
@@ -163,16 +164,19 @@ def remedy(self:Bench, kind, on):
     lines = [self.line(good)] if good else self.refusals
     if kind in _advice: lines.append(_advice[kind])
     if kind=='unknown' or not lines:
-        lines.append('keep the large batch in memory with OffloadActivations()')
+        how = ', on a GPU with OffloadActivations()'*(not self.savers)
+        lines.append(f'keep the large batch in memory{how}')
     return '; or '.join(lines)
 
 @patch
 def line(self:Bench, cb):
     "How to write the `MicroBatch` that mends the causes"
     bs = self.yours or self.size
-    cb.bs = bs if self.is_own else max(1, bs//2)
-    instead = ' instead of accumulation, with the large batch size in the loader'
-    return repr(cb) + instead*bool(self.is_own and self.acc)
+    cuts = self.is_own and (self.acc or self.cut)   # as the learner does
+    cb.bs = bs if cuts else max(1, bs//2)
+    if not cuts or not self.acc: return repr(cb)
+    instead = 'after turn_off_accumulation()' if accumulation_settings() else 'instead of AccumulateStep'
+    return f'{cb!r} {instead}, with the large batch size in the loader'
 
 # %% ../../nbs/know/check.ipynb #bnch0203
 @patch
@@ -191,15 +195,18 @@ def check(self:Bench):
 def title(self:Bench, err, causes):
     "The answer"
     how = f'relative error of the gradient {err:.2g}' if err else 'bit for bit'
-    gives = f"{'not '*bool(causes)}give the same gradient as the large batch: {how}"
+    differs = err>self.tol
+    gives = f"{'not '*differs}give the same gradient as the large batch: {how}"
     if not self.is_own:
         why = ", since the bs of MicroBatch is not below the loader's"*bool(self.cut)
         whole = f'your learner trains on whole batches{why}'
         return f'Nothing is wrong: {whole}. Micro-batches would {gives}'
     who = 'The micro-batches' if self.acc or self.cut else 'Your callbacks'
-    title = f"{who} {'do '*bool(causes)}{gives}"
-    if self.size>=(self.yours or 0) or all(o.kind!='batch norm' for o in causes): return title
-    size = f'measured in micro-batches of {self.size}; yours have {self.yours}'
+    title = f"{who} {'do '*differs}{gives}"
+    seen,yours = self.size,self.yours or 0   # by batch norm
+    if getattr(self.cut, 'exact', False): seen,yours = seen*self.per_batch,self.loaded or 0
+    if seen>=yours or all(o.kind!='batch norm' for o in causes): return title
+    size = f'measured in micro-batches of {seen}; yours have {yours}'
     return f'{title}, {size}, so the error is smaller'
 
 # %% ../../nbs/know/check.ipynb #chk00014

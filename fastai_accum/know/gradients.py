@@ -59,6 +59,7 @@ class Sums:
         if weight := self.win.micro.weight:
             self.sq = self.sq + sum(self.now.values())*(self.win.scale**2/weight)
             self.n += 1
+        self.now = dict.fromkeys(range(len(self.params)))   # what comes now is a second gradient
 
     def whole(self):
         "The squares of the window's gradient"

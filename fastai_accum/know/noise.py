@@ -122,7 +122,8 @@ def result(self:NoiseScale,
     last:int=0 # How many of the last windows to use; 0: all
 )->Noise: # The estimate
     "The noise scale over the last windows of the fit"
-    noise,grad_sq = _means(self.windows[-last:])
+    if last: check_count('NoiseScale', 'last', last, least=2)
+    noise,grad_sq = _means(self.windows[-(last or 0):])
     return Noise(*ratio_interval(noise, grad_sq), float(grad_sq.mean()), float(noise.mean()))
 
 # %% ../../nbs/know/noise.ipynb #4e37cd44
@@ -179,8 +180,8 @@ def _report(res, bs, n):
     "What the estimate says, with batches of `bs` samples, `n` an epoch"
     if res.n_step is None:
         return "The noise hides the gradient. Take more windows (num_it) or larger ones (n_step)."
-    said = (f"Gradient noise scale: {res.scale:.0f} samples "
-            f"(95 % interval {max(0, res.low):.0f} to {res.high:.0f}).\n")
+    scale,low,high = [f'{o:.{0 if o>=10 else 1}f}' for o in (res.scale,max(0, res.low),res.high)]
+    said = f"Gradient noise scale: {scale} samples (95 % interval {low} to {high}).\n"
     if res.scale>n*bs:
         return said + f"An epoch is smaller, with {n*bs:.0f} samples, so this sets no limit."
     if res.n_step==1:

@@ -12,14 +12,13 @@ __all__ = ['n_try', 'limit', 'peak_bytes', 'n_bytes', 'as_text', 'free_bytes', '
 import gc,io,os,time,warnings
 from contextlib import contextmanager,redirect_stdout
 from dataclasses import dataclass
-from itertools import islice
 from fastai.basics import *
 from ..core import AccumulateStep
 from ..devices import Autocast,api,counts_memory,free_memory,is_out_of_memory,synchronize
 from ..exact.draws import Draws
 from ..guard import forget_failed
-from .unchanged import Given,Trial,unchanged
-from ..loss import loss_weight
+from .unchanged import Given,Trial,first_batches,unchanged
+from ..loss import loss_reduction,loss_weight
 from ..microbatch import MicroBatch
 from ..norms import AtNorms
 from ..refusals import NotProved,as_line
@@ -79,7 +78,7 @@ def free_bytes(device):
 # %% ../../nbs/know/ways.ipynb #956449b7
 def largest_batch(learn):
     "The largest of the first three training batches of `learn`"
-    bs = list(islice(learn.dls.train, 3))
+    bs = first_batches(learn.dls.train)
     if not bs: raise ValueError("what_fits: the loader yields no batch; set a smaller batch size")
     return max(bs, key=lambda b: sum(math.prod(o.shape) for _,o in leaves(b)))
 
@@ -166,9 +165,9 @@ class Preds(Once):
         raise CancelBatchException if len(self.found)<4 else CancelFitException
 
 # %% ../../nbs/know/ways.ipynb #96bb2a7f
-def is_mean(loss_func, bs):
-    "Whether the loss of the slices `bs` is the mean of those of its parts; `False` if nobody knows"
-    def total(b): return float(loss_func(*b))*loss_weight(loss_func, *b)
+def is_mean(loss_func, weight, bs):
+    "Whether slices `bs` have the loss of their parts, by `weight`; `False` if nobody knows"
+    def total(b): return float(loss_func(*b))*float(weight(*b))
     try:
         ns = [len(leaves(o)[0][1]) for o in bs]
         whole,size = join(bs, ns),max(1, sum(ns)//2-1)
@@ -183,11 +182,14 @@ def look(self:Trials):
     size = next(k for k in range(2, self.n+1) if self.n%k!=1)   # batch norm refuses one sample
     norms,draws,preds = [],Draws(),Preds()
     loss_func = self.learn.loss_func   # MixUp replaces it in a fit
+    acc = first(self.learn.cbs, risinstance(AccumulateStep))
+    weight = getattr(acc, 'weight', None) or partial(loss_weight, loss_func)
+    if loss_reduction(loss_func)=='sum': weight = lambda *b: 1   # slices add up
     with self.ready() as told:
         try:
             with AtNorms(note),draws: self.learn.fit(1, cbs=[MicroBatch(size), preds])
             self.norms,self.draws = bool(norms),bool(draws.draws)
-            self.is_mean = is_mean(loss_func, preds.found)
+            self.is_mean = is_mean(loss_func, weight, preds.found)
             if self.norms or self.draws: return
             small = max(size, self.n//8)   # half of a batch may not fit
             self.learn.fit(1, cbs=[MicroBatch(small, coupled=True), Once()])

@@ -823,6 +823,13 @@ def test_a_bs_that_cuts_nothing():
     assert 'with MicroBatch(bs=4) as an example' in check.compared
     assert 'yours' not in repr(check) and check.causes[0].remedy.startswith('MicroBatch(bs=4, exact=True);')
 
+def test_size_that_batch_norm_sees():
+    "With `exact=True` and `AccumulateStep`, it is the loader's"
+    cbs = AccumulateStep(2),MicroBatch(4, exact=True)
+    check = learner(net(nn.BatchNorm1d(5)), bs=16, cbs=cbs).check_accumulation()
+    assert kinds(check)==['batch norm']
+    assert check.title.endswith('measured in micro-batches of 8; yours have 16, so the error is smaller')
+
 class TwoViews(nn.Module):
     "Stochastic depth with a draw for each row of two views in one batch: slices would draw for others"
     def __init__(self): super().__init__(); self.lin,self.out = nn.Linear(6,6),nn.Linear(6,3)

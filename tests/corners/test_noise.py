@@ -224,6 +224,25 @@ def test_two_backward_passes():
         learn.fit(1)
         assert len(learn.gradient_noise.windows)==2
 
+class TwoHeads(nn.Module):
+    def __init__(self): super().__init__(); torch.manual_seed(0); self.a,self.b = (nn.Linear(6,3).double() for _ in range(2))
+    def forward(self, x): return self.a(x)
+
+def test_second_backward_pass_of_another_head():
+    "It reaches a parameter that the first one did not, and spoils its window, too"
+    def extra(cb):
+        if cb.training: cb.learn.model.b(cb.x).square().mean().backward()
+    cbs = [AccumulateStep(4), Callback(after_backward=extra), NoiseScale()]
+    learn = make_learner(make_dls(96, 8), TwoHeads(), cbs=cbs, splitter=trainable_params)
+    learn.fit(1)
+    with pytest.raises(ValueError, match='each had a second backward pass'): learn.gradient_noise.result()
+
+def test_last():
+    learn = recorded(AccumulateStep(4), n=96, dls=make_dls(96, 8))
+    noise = learn.gradient_noise
+    assert noise.result(last=None)==noise.result()
+    for v in 1,-2,2.: assert pytest.raises(ValueError, noise.result, last=v).match('NoiseScale: last must be an int of at least 2')
+
 def test_no_window_of_two():
     learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(1), NoiseScale()])
     learn.fit(1)
@@ -593,7 +612,8 @@ def test_suggestion(capsys):
         res,said = find(*cbs)
         assert res.n_step==round(res.scale/8)
         assert f'`learn.accumulate({res.n_step})` makes steps of {8*res.n_step} samples' in said, said
-    with accumulation(6): assert find()[0].n_step>0
+    own = find()[0]
+    with accumulation(6): assert find()[0]==own
 
 def sure_learner(bs, n=96, noise=.1, cbs=None):
     "A regression whose gradient has about as much noise as is asked for"

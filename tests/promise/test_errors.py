@@ -81,7 +81,7 @@ def test_weight_values(v):
     w = lambda pred,targ: torch.tensor(v)
     refused(make_learner(make_dls(64, 8), cbs=AccumulateStep(4, weight=w)), f'weight must return .*got {v}')
 
-@pytest.mark.parametrize('v', [torch.ones(3), None, 'a', [1,2], (1,-1), (1,1,1)])
+@pytest.mark.parametrize('v', [torch.ones(3), None, 'a', '3', True, torch.tensor(True), [1,2], (1,-1), (1,1,1)])
 def test_weight_types(v):
     refused(make_learner(make_dls(64, 8), cbs=AccumulateStep(4, weight=lambda pred,targ: v)),
             'weight must return .* or a tuple of two, got')

@@ -241,7 +241,19 @@ def rmse(pred, y): return F.mse_loss(pred[:,0], y.float()).sqrt()
 @pytest.mark.parametrize('ys', [[0,1]*4, [0,1,1,0]*2, [1,2,0,2,1,0,2,2]])
 def test_a_loss_that_compares_samples_is_seen_without_luck(ys):
     bs = [(torch.zeros(2, 1), tensor(ys[i:i+2])) for i in range(0, 8, 2)]
-    assert ways.is_mean(rmse, bs) is False and ways.is_mean(nn.MSELoss(), [(p, y[:,None]*1.) for p,y in bs])
+    def n(p, y): return len(y)
+    assert ways.is_mean(rmse, n, bs) is False and ways.is_mean(nn.MSELoss(), n, [(p, y[:,None]*1.) for p,y in bs])
+
+def masked(pred, y): return F.cross_entropy(pred, y, reduction='none').mul(y!=0).sum()/(y!=0).sum()
+
+@pytest.mark.parametrize('loss,weight,is_plain', [
+    (nn.CrossEntropyLoss(), lambda p,y: 1., False), (masked, lambda p,y: (y!=0).sum(), True),
+    (masked, None, False), (nn.CrossEntropyLoss(reduction='sum'), None, True)], ids=['wrong','right','none','sum'])
+def test_slices_are_those_of_the_weight(loss, weight, is_plain):
+    "A loss that its `weight=` explains, or a sum, needs no `coupled=True`; any other does"
+    learn = learner(cbs=AccumulateStep(2, weight=weight))
+    learn.loss_func = loss
+    assert ('coupled' not in plain_slices(fits(learn)).line)==is_plain
 
 @pytest.mark.parametrize('loss', [info_nce, rmse], ids=lambda o: o.__name__)
 def test_a_loss_that_compares_samples_gets_coupled(loss):
