@@ -34,7 +34,9 @@ __all__ = ['loss_weight', *core.__all__, *patch.__all__, *microbatch.__all__, *b
 # %% ../nbs/index.ipynb #7e674d26
 def _explain(o):
     "Add the comments of the arguments of `o` to its docstring, since `help` and `?` show no comments"
-    said = docments(inspect.unwrap(o.__init__ if isinstance(o, type) else o), full=True)
+    f = inspect.unwrap(o.__init__ if isinstance(o, type) else o)
+    if len(inspect.signature(f).parameters)<2: return   # `docments` takes time
+    said = docments(f, full=True)
     lines = [f"    {k}{'' if v.default is inspect.Parameter.empty else f'={v.default!r}'}: {v.docment}"
              for k,v in said.items() if v.docment and k not in ('self','return')]
     doc = inspect.getdoc(o).partition('\n\nArguments:')[0]   # also if this cell runs again

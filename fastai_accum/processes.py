@@ -62,7 +62,8 @@ def each(self:Replicas, at, t):
     mine[:8],mine[8:8+len(t)] = words,t
     rows = mine.new_zeros(self.n, len(mine))
     try: distributed.all_gather(list(rows), mine, group=self.group)
-    except Exception as e: raise Stopped("AccumulateStep: another process does not answer") from e
+    except Exception as e:
+        raise Stopped("AccumulateStep: another process has ended, or does not answer") from e
     ats = [bytes(o.view(torch.uint8).tolist()).decode().strip() for o in rows[:,:8].cpu()]
     if set(ats)=={at}: return rows[:,8:8+len(t)]
     says = [f'process {r} {o}' for o,r in dict(zip(ats, self.ranks)).items()]   # one for each point

@@ -22,7 +22,7 @@ from ..memory.offload import Host
 from ..modes import Coupled
 from ..private import is_compiled,version
 from ..replace import lent
-from ..slices import join,leaves
+from ..slices import Refused,join,leaves
 from ..turns import one_by_one
 
 # %% ../../nbs/exact/whole.ipynb #1038829a
@@ -35,7 +35,7 @@ class Exact(Coupled):
         self.model = get_model(model)
         self.plans = {}
         if micro.learn.cbs.filter(risinstance(GradientCheckpointing)):
-            raise ValueError("MicroBatch: exact=True and GradientCheckpointing cannot be combined; "
+            raise Refused("MicroBatch: exact=True and GradientCheckpointing cannot be combined; "
                              "remove GradientCheckpointing, since exact=True keeps the activations "
                              "on the host already")
         refuse(model)
@@ -68,7 +68,7 @@ def refuse(model):
     "Refuse a model whose batch norms or random numbers cannot be seen from outside"
     for name,m in model.named_modules():
         if is_compiled(m) or isinstance(m, (torch.jit.ScriptModule,nn.DataParallel)):
-            raise ValueError(f"MicroBatch: exact=True cannot see into the {type(m).__name__} "
+            raise Refused(f"MicroBatch: exact=True cannot see into the {type(m).__name__} "
                              f"{name or 'model'!r}, which is compiled or runs in several threads; "
                              "leave exact out")
 
@@ -78,7 +78,7 @@ def refuse_long(model, lengths):
     bptt = min((m.bptt for m in model.modules() if isinstance(getattr(m, 'bptt', None), int)), default=0)
     if not bptt or len({-(-n//bptt) for n in lengths})<2: return
     n = max(lengths)
-    raise ValueError(f"MicroBatch: exact=True is not possible: a text has {n} tokens, and the model reads "
+    raise Refused(f"MicroBatch: exact=True is not possible: a text has {n} tokens, and the model reads "
                      f"pieces of seq_len={bptt}, of a short text fewer. Pass seq_len={n} to TextDataLoaders "
                      "and text_classifier_learner, or write learn.gradient_checkpointing() in its place")
 

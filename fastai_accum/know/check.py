@@ -15,7 +15,7 @@ from fastai.basics import *
 from ..devices import is_out_of_memory
 from ..guard import guard
 from .bench import Bench,counts,kinds,marks
-from .unchanged import first_batches,learner_state
+from .unchanged import first_batches,learner_state,said
 from ..loss import base_loss
 from ..microbatch import MicroBatch
 from ..patch import accumulation_settings
@@ -23,7 +23,7 @@ from ..precise import eager,quiet
 from ..private import split_batch
 from ..record import first_unlike
 from ..refusals import NotProved,check_count
-from ..slices import leaves
+from ..slices import Refused,leaves
 from ..state import refuse_lazy
 from ..status import Status
 
@@ -110,13 +110,12 @@ def explained(self:Bench, k, err, on):
 def mends(self:Bench, on, way, cb=None):
     "Whether the gradient is right in this `way`, and a fit accepts `cb`"
     try:
-        if self.error(on, way)>self.tol: return False
-        self.prove(cb)
-        return True
-    except Exception as e:   # whatever the learner's own code raises, the cause has other remedies
-        _,who,says = str(e).partition('MicroBatch: exact=True')
-        if who: self.refusals.append(who+says)
-        return False
+        if self.error(on, way)<=self.tol:
+            self.prove(cb)
+            return True
+    except Refused as e: self.refusals.append(said(e))
+    except Exception: pass   # whatever the learner's own code raises, the cause has other remedies
+    return False
 
 @patch
 def prove(self:Bench, cb):

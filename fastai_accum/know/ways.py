@@ -17,7 +17,7 @@ from ..core import AccumulateStep
 from ..devices import Autocast,api,counts_memory,free_memory,is_out_of_memory,synchronize
 from ..exact.draws import Draws
 from ..guard import forget_failed
-from .unchanged import Given,Trial,first_batches,unchanged
+from .unchanged import Given,Trial,first_batches,said,unchanged
 from ..loss import loss_reduction,loss_weight
 from ..microbatch import MicroBatch
 from ..norms import AtNorms
@@ -242,7 +242,7 @@ def try_way(self:Trials, *cbs):
     except (ValueError,RuntimeError,MemoryError) as e:
         if not is_out_of_memory(e):
             if not cbs: raise
-            why = re.sub(r'^Exception occured in .*:\n\s*', '', str(e)).partition(';')[0]
+            why = said(e).partition(';')[0]
             self.left_out[why].append(f'`{way.line}`')
             return None
     finally:

@@ -78,7 +78,8 @@ def test_refused_before_anything_changes():
     model = nn.Sequential(nn.BatchNorm2d(8), timm.layers.BatchNormAct2d(8))
     with fct.expect_fail(ValueError, "the BatchNormAct2d '1' with 8 features"): to_group_norm(model)
     assert type(model[0]) is nn.BatchNorm2d
-    bad = {nn.LazyBatchNorm2d():'with 0 features cannot be replaced: its class', nn.BatchNorm1d(7):'fewer than 8 would lose',
+    bad = {nn.LazyBatchNorm2d():'with 0 features cannot be replaced: its class',
+           nn.BatchNorm1d(7):'fewer than 8 would lose',
            torch.jit.script(nn.BatchNorm2d(8)):'before you script'}
     for last,why in bad.items():
         with fct.expect_fail(ValueError, why): to_group_norm(nn.Sequential(model[0], last))

@@ -225,7 +225,10 @@ def test_two_backward_passes():
         assert len(learn.gradient_noise.windows)==2
 
 class TwoHeads(nn.Module):
-    def __init__(self): super().__init__(); torch.manual_seed(0); self.a,self.b = (nn.Linear(6,3).double() for _ in range(2))
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a,self.b = (nn.Linear(6,3).double() for _ in range(2))
     def forward(self, x): return self.a(x)
 
 def test_second_backward_pass_of_another_head():
@@ -241,7 +244,8 @@ def test_last():
     learn = recorded(AccumulateStep(4), n=96, dls=make_dls(96, 8))
     noise = learn.gradient_noise
     assert noise.result(last=None)==noise.result()
-    for v in 1,-2,2.: assert pytest.raises(ValueError, noise.result, last=v).match('NoiseScale: last must be an int of at least 2')
+    for v in 1,-2,2.:
+        with pytest.raises(ValueError, match='NoiseScale: last must be an int of at least 2'): noise.result(last=v)
 
 def test_no_window_of_two():
     learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(1), NoiseScale()])
@@ -683,7 +687,7 @@ def test_not_measurable(capsys):
     assert math.isnan(res.scale) and math.isnan(res.low) and math.isnan(res.high) and res.noise>0
 
 def test_plots():
-    "The line is smoothed with `beta`, or the mean so far; the last one is the estimate, and a line marks the suggestion"
+    "The line is smoothed with `beta`, or the mean so far; it ends at the estimate, and a line marks the suggestion"
     import matplotlib.pyplot as plt
     learn = make_learner(make_dls(92, 8), cbs=[AccumulateStep(2), NoiseScale()], metrics=accuracy)
     learn.fit(4)

@@ -185,7 +185,8 @@ def test_noise_does_not_decide(monkeypatch, times, shown):
 
 def test_our_callbacks_have_to_go_first():
     learn = learner(cbs=MicroBatch(12))
-    with pytest.raises(ValueError, match=r'has MicroBatch\(bs=12\) already.*`learn.remove_cb\(MicroBatch\)`'): fits(learn)
+    says = r'has MicroBatch\(bs=12\) already.*`learn.remove_cb\(MicroBatch\)`'
+    with pytest.raises(ValueError, match=says): fits(learn)
 
 def test_works_with_windows():
     learn = learner(cbs=AccumulateStep(2))
