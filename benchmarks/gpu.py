@@ -1,101 +1,155 @@
-"""Everything that waits for a GPU: the tests, `what_fits`, memory that runs out, `exact=True` with its copies, the overlap of two processes, and every benchmark.
+"""What needs a real GPU: how exact each way is there, what it takes in time and memory, memory that really runs out, and the tests.
 
-    python benchmarks/gpu.py          # what it would do, or with a GPU: all of it, about an hour; the figures go to benchmarks/results, where the pages read them
-    python benchmarks/gpu.py --dry    # what it would do
-"""
-import argparse,json,os,statistics,subprocess,sys,warnings
+    python benchmarks/gpu.py           # about five minutes; without a GPU, it says what it would do
+    python benchmarks/gpu.py --save    # and write the figures to benchmarks/results/gpu.json, which the docs show
+
+Time is over that of the large batch, in pairs. Memory is the peak that the allocator has counted, with weights, gradients and the state of the optimizer: what the
+card shows. RAM is the pinned memory of the host. Batches are on the GPU before the training begins, so no loader is measured."""
+import argparse,contextlib,io,subprocess,sys,time,traceback,warnings
+from functools import partial
 from common import *
-if __name__=='__main__': keep_memory()
 warnings.filterwarnings('ignore')
-from what_fits import *
-import what_fits   # this folder's, whose names have one of the package among them
-from fastai_accum.know.ways import as_text
+from fastai.vision.all import *
+from fastai.callback.progress import ProgressCallback
+from fastai_accum.all import *
+from what_fits import Transformer
 
-here = Path(__file__).parent
-share = .8   # of the memory of the device, which the learners may take
-bert = partial(what_fits.transformer, n=512, d=768, n_layer=12, heads=12)
-resnet = partial(what_fits.resnet, arch=resnet50, px=224)
-def cuda(): return torch.device('cuda', 0)
-def budget(): return int(share*torch.cuda.get_device_properties(cuda()).total_memory)
+here,GB,CARD = Path(__file__).parent,2**30,16   # the gigabytes of a common card, to which the allocator is held where memory runs out
+def device(): return torch.device('cuda', 0)
 
-def too_large(make):
-    "A batch size for `make` that takes 1.3 times the budget, from what 8 and 16 samples take"
-    a,b = (learner(partial(make, bs=bs), cuda()).what_fits('1000GB').ways[0].peak for bs in (8,16))
-    return int((1.3*budget()-a)/((b-a)/8))+8
+def images(n, px): return torch.randn(n,3,px,px, device=device()),torch.randint(10, (n,), device=device())
+def tokens(n, length): return torch.randint(5000, (n,length), device=device()),torch.randint(10, (n,), device=device())
+def resnet(arch): return lambda: create_vision_model(arch, 10, pretrained=False)
+def bert(): return Transformer(768, 512, 12, 12)
+# the model, a batch of n samples, and n for the tables
+nets = {'ResNet-50, images of 224 pixels':(resnet(resnet50), partial(images, px=224), 64),
+        'a transformer with 12 layers of 768, 512 tokens':(bert, partial(tokens, length=512), 32)}
+ways = {'the large batch':lambda bs: [], 'MicroBatch':lambda bs: [MicroBatch(bs)], 'coupled=True':lambda bs: [MicroBatch(bs, coupled=True)],
+        'exact=True':lambda bs: [MicroBatch(bs, exact=True)], 'GradientCheckpointing':lambda bs: [GradientCheckpointing()], 'OffloadActivations':lambda bs: [OffloadActivations()]}
 
-def tables():
-    "`what_fits` for a ResNet-50 and a transformer as large as BERT, whose batch does not fit"
-    nets = {}
-    for name,make in {'ResNet-50, images of 224 pixels':resnet, 'A transformer with 12 layers of 768, 512 tokens':bert}.items():
-        bs = too_large(make)
-        nets[f'{name}, batches of {bs}'] = partial(make, bs=bs)
-    what_fits.measure(nets, cuda(), 'what_fits_gpu', True, budget())
-    return {}
+def learner(net, n, cbs=(), n_batches=2, half=False):
+    make,batch,_ = nets[net]
+    torch.manual_seed(0)
+    batches = [batch(n) for _ in range(n_batches)]
+    dls = DataLoaders(*[DataLoader(batches, bs=None)]*2, device=device())
+    learn = Learner(dls, make().to(device()), nn.CrossEntropyLoss(), lr=1e-4, cbs=[NoValid(), *cbs, *([MixedPrecision('bf16')] if half else [])])
+    learn.remove_cb(ProgressCallback); learn.logger = noop
+    return learn
+
+def fit(learn, n=1):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out): learn.fit(n)
+    return out.getvalue()
+
+@contextlib.contextmanager
+def held_to(n_bytes):
+    "A block in which the allocator gives no more than `n_bytes`"
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(n_bytes/torch.cuda.get_device_properties(0).total_memory)
+    try: yield
+    finally: torch.cuda.set_per_process_memory_fraction(1.); torch.cuda.empty_cache()
+
+def peak(f):
+    gc.collect(); torch.cuda.empty_cache(); torch.cuda.reset_peak_memory_stats(); torch.cuda.reset_peak_host_memory_stats()
+    f(); torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated(),torch.cuda.host_memory_stats()['allocated_bytes.peak']
+
+def costs(pairs=3):
+    "What each way takes in time and memory"
+    rows = []
+    for half in (False,True):
+        for net,(_,_,n) in nets.items():
+            plain = learner(net, n, half=half)
+            fit(plain, 2)
+            for way,cbs in ways.items():
+                for bs in (8,16) if way in ('MicroBatch','exact=True') else (8,):
+                    learn = learner(net, n, cbs(bs), half=half)
+                    told,first = fit(learn),clock(partial(fit, learner(net, n, cbs(bs), half=half)))   # the first one warms up
+                    mem,ram = peak(partial(fit, learn))
+                    t,pm = paired(partial(clock, partial(fit, learn, 2)), partial(clock, partial(fit, plain, 2)), pairs) if way!='the large batch' else (1.,0.)
+                    again = clock(partial(fit, learn))
+                    rows.append(dict(net=net, half=half, n=n, way=way, bs=bs, time=t, pm=pm, memory=mem/GB, ram=ram/GB, step=again/2, first=first-again, told=told.strip()))
+                    print(f"{net}, {'bf16' if half else 'float32'}, {way} {bs}: time {t:.2f} ± {pm:.2f}, {mem/GB:.2f} GB, RAM {ram/GB:.2f} GB, a step {again/2:.3f} s, before the first step {first-again:.1f} s. {told.strip()[:160]}", flush=True)
+                    del learn
+            del plain
+    return rows
 
 def out_of_memory():
-    "`MicroBatch()` with batches that do not fit: the slice that it finds, and the peak of the next epoch"
-    bs = too_large(resnet)
-    torch.cuda.set_per_process_memory_fraction(share)
-    try:
-        learn = learner(partial(resnet, bs=bs), cuda()).micro_batch()
-        learn.fit(1, cbs=NoValid())
-        found,peak = learn.micro_batches.fits[True],peak_bytes(partial(learn.fit, 1, cbs=NoValid()))
-    finally: torch.cuda.set_per_process_memory_fraction(1.)
-    assert found<bs and peak<=budget(), (found, bs, peak)
-    return dict(bs=bs, slice=found, peak=peak, budget=budget())
+    "`MicroBatch()` with batches that do not fit: the slice that it finds, and the peak afterwards"
+    rows,net = [],'ResNet-50, images of 224 pixels'
+    for kw,n in (({},512), (dict(exact=True),512), (dict(coupled=True),512)):
+        with held_to(CARD*GB):
+            try: fit(learner(net, n, n_batches=1)); raise AssertionError('the batch fits')
+            except torch.OutOfMemoryError: pass
+            gc.collect()
+            learn = learner(net, n, [MicroBatch(**kw)], n_batches=1)
+            told = fit(learn)
+            found,(mem,ram) = learn.micro_batches.fits[True],peak(partial(fit, learn))
+        assert found<n and mem<=CARD*GB, (found, n, mem)
+        rows.append(dict(net=net, kw=str(kw), n=n, slice=found, memory=mem/GB, ram=ram/GB, card=CARD, told=told.strip()))
+        print(rows[-1], flush=True)
+        del learn
+    return rows
 
-def exact(bs=64, px=64):
-    "The weights after two steps with `exact=True`, whose copies run on side streams, against those of the whole batch, in float64"
-    def weights(line):
-        learn = learner(partial(what_fits.resnet, arch=resnet18, bs=bs, px=px), cuda())
-        learn.model.double()
-        learn.dls.train.after_batch = lambda b: (b[0].double(),b[1])
-        learn.remove_cb(learn.recorder)   # it takes float32 losses
-        exec(line, dict(learn=learn))
-        learn.fit(1, cbs=NoValid())
-        return nn.utils.parameters_to_vector(learn.model.parameters()).detach()
-    whole = weights('')
-    lines = f'learn.micro_batch({bs//8}, exact=True)','learn.offload_activations()','learn.gradient_checkpointing()'
-    far = {o:float((weights(o)-whole).norm()/whole.norm()) for o in lines}
-    assert max(far.values())<1e-9, far
+def exact(n=64, px=64):
+    "The weights after two steps in each way against those of the whole batch, in float64"
+    def weights(cbs):
+        torch.manual_seed(0)
+        batches = [(x.double(),y) for x,y in (images(n, px) for _ in range(2))]
+        dls = DataLoaders(*[DataLoader(batches, bs=None)]*2, device=device())
+        learn = Learner(dls, resnet(resnet18)().double().to(device()), nn.CrossEntropyLoss(), lr=1e-3, cbs=[NoValid(),*cbs])
+        learn.remove_cbs([ProgressCallback,learn.recorder]); learn.logger = noop
+        fit(learn)
+        return torch.cat([o.flatten() for o in learn.model.state_dict().values() if o.is_floating_point()])
+    was,torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic,True
+    try:
+        whole = weights([])
+        far = {way:float((weights(ways[way](n//8))-whole).norm()/whole.norm()) for way in list(ways)[3:]}
+    finally: torch.backends.cudnn.deterministic = was
+    assert far['exact=True']<1e-9 and far['GradientCheckpointing']==far['OffloadActivations']==0, far
     return far
 
-def overlap():
-    "Seconds of a window in two processes over NCCL, for fastai's callback and for ours"
-    if torch.cuda.device_count()<2: return 'not measured: it takes two devices'
-    out = here/'results'/'overlap.json'
-    torch.multiprocessing.spawn(_process, (out,), nprocs=2)
-    res = json.loads(out.read_text()); out.unlink()
-    return res
+def fits():
+    "What `what_fits` says with a budget of a common card, and what the line then takes"
+    rows = []
+    for net,(_,_,n) in nets.items():
+        n *= 4
+        learn = learner(net, n)
+        found = learn.what_fits(f'{CARD-2}GB')
+        print(found, flush=True)
+        del learn; gc.collect()
+        with held_to(CARD*GB):
+            pasted = learner(net, n)
+            exec(found.best.line, dict(learn=pasted))
+            mem,_ = peak(partial(fit, pasted))
+        rows.append(dict(net=net, n=n, title=found.title, line=found.best.line, said=found.best.peak/GB, pasted=mem/GB))
+        print(rows[-1], flush=True)
+        del pasted; gc.collect()
+    return rows
 
-def _process(rank, out):
-    import distributed as d
-    os.environ.update(RANK=str(rank), WORLD_SIZE='2', MASTER_ADDR='localhost', MASTER_PORT='29511')
-    torch.cuda.set_device(rank)
-    d.dist.init_process_group('nccl')
-    net = d.net
-    d.net = lambda: net().cuda()
-    secs = {n:d.measure(n, 12)[0] for n in d.STEPS}
-    if not rank: out.write_text(json.dumps({n:[statistics.median(o) for o in s] for n,s in secs.items()}))
-    d.dist.destroy_process_group()
+def tests():
+    "The tests that need a GPU, and those that run on the simulated one elsewhere"
+    res = subprocess.run([sys.executable,'-m','pytest','-q','-n','4','-p','no:cacheprovider','-rs',str(here.parent/'tests'),'-k','gpu or synchronisation_inside or on_a_device or exact_promise'],
+                         cwd=here.parent, capture_output=True, text=True)
+    print(res.stdout[-9000:], res.stderr[-2000:], flush=True)
+    if res.returncode: raise AssertionError('tests have failed')
+    return res.stdout.strip().splitlines()[-1]
 
-commands = [['-m','pytest','-n','0','-q',str(here.parent/'tests'),'-k','gpu or synchronisation_inside'],
-            *([str(here/f'{o}.py'),'--save'] for o in ('overhead','microbatch','memory','wholebatch','checkpointing','noise'))]
-functions = out_of_memory,exact,overlap,tables
+functions = exact,out_of_memory,tests,costs,fits
 
 if __name__=='__main__':
-    p = argparse.ArgumentParser(); p.add_argument('--dry', action='store_true'); args = p.parse_args()
+    p = argparse.ArgumentParser(); p.add_argument('--save', action='store_true'); p.add_argument('--only', nargs='*', default=()); args = p.parse_args()
     found = torch.cuda.is_available()
-    print(torch.cuda.get_device_name() if found else 'This machine has no GPU. On one that has, this would run:', flush=True)
+    print(machine() if found else 'This machine has no GPU. On one that has, this would run:', flush=True)
     failed,res = [],{}
     for f in functions:
+        if args.only and f.__name__ not in args.only: continue
         print(f'\n{f.__name__}: {f.__doc__}', flush=True)
-        if not found or args.dry: continue
-        try: res[f.__name__] = f(); print(res[f.__name__])
-        except Exception as e: failed.append(f.__name__); print(f'failed: {type(e).__name__}: {e}')   # the others go on
-        torch.cuda.empty_cache()
-    if res: save('gpu', device=torch.cuda.get_device_name(), **res)
-    for c in commands:
-        print('\n'+' '.join(['python',*(str(Path(o).relative_to(here.parent)) if os.path.isabs(o) else o for o in c)]), flush=True)
-        if found and not args.dry and subprocess.run([sys.executable,*c], cwd=here.parent).returncode: failed.append(c[0])
+        if not found: continue
+        start = time.time()
+        try: res[f.__name__] = f(); print(res[f.__name__] if f is not costs else '')
+        except Exception as e: failed.append(f.__name__); traceback.print_exc()   # the others go on
+        print(f'{time.time()-start:.0f} s', flush=True)
+        if args.save and res: save('gpu', **res)
+        gc.collect(); torch.cuda.empty_cache()
     if failed: sys.exit(f"Failed: {', '.join(failed)}")

@@ -6,6 +6,7 @@ import numpy as np,pytest,torch
 for o in 'corners','promise','simulated': sys.path.insert(0, str(Path(__file__).resolve().parent/o))
 # the tensors are tiny, and threads that wait for each other make a busy machine ten times slower
 torch.set_num_threads(1)
+import harness
 
 @pytest.fixture(autouse=True)
 def seeds():
@@ -15,12 +16,31 @@ def seeds():
 def pytest_collection_finish(session):
     """Load the simulated accelerator if a test asks for it, and only then: it belongs to the whole process. PyTorch
     counts devices at the first backward pass of all, so it is too late within a test"""
-    if not any({'device','fakegpu'} & set(o.fixturenames) for o in session.items): return
+    if torch.cuda.is_available() or not any({'device','fakegpu'} & set(o.fixturenames) for o in session.items): return
     with suppress(ModuleNotFoundError): import fakegpu
+
+class Cuda:
+    "`torch.cuda` in the place of the simulated accelerator"
+    def races(self): return []
+    def pending(self): return 0
+    def pinned_stats(self):
+        found = torch.cuda.host_memory_stats()
+        return dict(count=found['active_requests.current'], now=found['active_bytes.current'])
+    def __getattr__(self, k):
+        if not hasattr(torch.cuda, k): pytest.skip(f'only the simulated accelerator has `{k}`')
+        return getattr(torch.cuda, k)
 
 @pytest.fixture
 def fakegpu(monkeypatch):
-    "The simulated accelerator, as the module `torch.fakegpu`: a test ends without races and limits, and is put back"
+    """The simulated accelerator, as the module `torch.fakegpu`: a test ends without races and limits, and is put back.
+    On a machine with a GPU, it is that one"""
+    if torch.cuda.is_available():
+        monkeypatch.setattr(torch.backends.cudnn, 'deterministic', True)
+        torch.cuda.set_device(0)
+        torch.cuda.manual_seed_all(0)
+        yield Cuda()
+        torch.cuda.empty_cache()
+        return
     try: import fakegpu as simulated
     except ModuleNotFoundError as e: pytest.skip(str(e))
     devices = range(simulated.device_count())
@@ -43,13 +63,15 @@ def fakegpu(monkeypatch):
     assert not races, races
     assert not any(limits), f'a limit was left: {limits}'
 
-@pytest.fixture(params=['cpu','fakegpu:0'])
+@pytest.fixture(params=['cpu',harness.GPU])
 def device(request, monkeypatch):
     "The CPU, and the simulated accelerator: there is the data of `make_dls`, and so the model"
-    import harness
     on_cpu = request.param=='cpu'
     gpu = None if on_cpu else request.getfixturevalue('fakegpu')
-    def total(): return 0 if on_cpu else sum(gpu.stats(d)['total'] for d in range(gpu.device_count()))
+    def total():
+        if on_cpu: return 0
+        if request.param.startswith('cuda'): return torch.cuda.memory_stats(0).get('allocation.all.allocated', 0)
+        return sum(gpu.stats(d)['total'] for d in range(gpu.device_count()))
     monkeypatch.setattr(harness.here, 'device', torch.device(request.param))
     before = total()
     yield harness.here.device

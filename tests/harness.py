@@ -38,6 +38,8 @@ class Micro(Callback):
 
 here = SimpleNamespace(device=None)   # where the data of `make_dls` goes: the fixture `device` sets it
 
+GPU = 'cuda:0' if torch.cuda.is_available() else 'fakegpu:0'   # the first accelerator: a real one, or the simulated one
+
 HALF = {torch.float16:2**-11, torch.bfloat16:2**-8}   # what one rounding may change, relative
 
 class OnCpu(MixedPrecision):

@@ -32,7 +32,7 @@ def train(*cbs, model=Net, lr=1e-3, bs=8, **kwargs):
     set_seed(1)
     learn.fit_one_cycle(2, lr)
     learn.rng = torch.get_rng_state(),random.getstate(),np.random.get_state()[1].tolist()
-    if here.device and here.device.type!='cpu': learn.rng += torch.fakegpu.get_rng_state(here.device),
+    if here.device and here.device.type!='cpu': learn.rng += torch.get_device_module(here.device).get_rng_state(here.device),
     return learn
 
 def is_clean(learn):

@@ -9,7 +9,7 @@ from fastai_accum.all import *
 from fastai_accum.devices import n_autocast
 from fastai_accum.memory.offload import Host
 
-there = pytest.mark.parametrize('device', ['fakegpu:0'], indirect=True)
+there = pytest.mark.parametrize('device', [GPU], indirect=True)
 
 class Block(nn.Module):
     def __init__(self, c):

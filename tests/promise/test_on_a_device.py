@@ -8,9 +8,11 @@ from fastai_accum.all import *
 import test_endings,test_exact_promise,test_grid,test_lr_find,test_patch
 from test_exact_promise import Net,images,rmse
 matplotlib.use('Agg')
+SECOND = GPU.replace('0', '1')
+needs_two = pytest.mark.skipif(GPU=='cuda:0' and torch.cuda.device_count()<2, reason='needs two devices')
 
 # all data is on the first device, and so is each model
-pytestmark = [pytest.mark.parametrize('device', ['fakegpu:0'], indirect=True), pytest.mark.usefixtures('device')]
+pytestmark = [pytest.mark.parametrize('device', [GPU], indirect=True), pytest.mark.usefixtures('device')]
 
 # ---- cases of the other files
 
@@ -154,8 +156,8 @@ class Two(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.a = nn.Sequential(nn.Flatten(), nn.Linear(768,8,bias=False), nn.BatchNorm1d(8), nn.Tanh()).to('fakegpu:0')
-        self.b = nn.Sequential(nn.Dropout(.2), nn.Linear(8,8), nn.Tanh(), nn.Linear(8,3)).to('fakegpu:1')
+        self.a = nn.Sequential(nn.Flatten(), nn.Linear(768,8,bias=False), nn.BatchNorm1d(8), nn.Tanh()).to(GPU)
+        self.b = nn.Sequential(nn.Dropout(.2), nn.Linear(8,8), nn.Tanh(), nn.Linear(8,3)).to(SECOND)
     def forward(self, x): return self.b(self.a(x).to(self.b[1].weight.device)).to(x.device)
 
 def train(k, model=Net):
@@ -174,10 +176,11 @@ class Plain(nn.Sequential):
 
 def model_for(k, model): return model if k in ('exact','memory') else Plain
 
+@needs_two
 @every
 def test_the_second_device(k, fakegpu, monkeypatch):
     "While the first is the current one, which has nothing to do"
-    monkeypatch.setattr(here, 'device', torch.device('fakegpu:1'))
+    monkeypatch.setattr(here, 'device', torch.device(SECOND))
     before = fakegpu.memory_allocated(0)
     fakegpu.reset_peak_memory_stats(0)
     a,b = train(k, model_for(k, Net))
@@ -185,6 +188,7 @@ def test_the_second_device(k, fakegpu, monkeypatch):
     assert next(a.model.parameters()).device.index==1 and fakegpu.current_device()==0
     assert fakegpu.max_memory_allocated(0)==before
 
+@needs_two
 @pytest.mark.parametrize('k', ['memory','exact'])
 def test_the_generators_of_other_devices(k, fakegpu):
     "They are left alone"
@@ -194,6 +198,7 @@ def test_the_generators_of_other_devices(k, fakegpu):
         res.append(fakegpu.get_rng_state(1))
     close(a, b, 0)
 
+@needs_two
 @pytest.mark.parametrize('k', ['memory','exact'])
 def test_a_model_over_two_devices(k, fakegpu, monkeypatch):
     monkeypatch.setattr(here, 'device', None)   # or fastai would move all of it
@@ -201,6 +206,7 @@ def test_a_model_over_two_devices(k, fakegpu, monkeypatch):
     assert_same(a, b)
     assert {p.device.index for p in a.model.parameters()}=={0,1}
 
+@needs_two
 def test_micro_batches_over_two_devices(monkeypatch):
     def model():
         m = Two()
@@ -228,7 +234,7 @@ def kept(fakegpu, learn):
     gc.collect()
     fakegpu.synchronize()
     threads = len(os.listdir('/proc/self/task')) if os.path.exists('/proc') else threading.active_count()
-    return *map(fakegpu.memory_allocated, (0,1)),threads,fakegpu.pinned_stats()['count'],fakegpu.pending()
+    return *map(fakegpu.memory_allocated, range(fakegpu.device_count())),threads,fakegpu.pinned_stats()['count'],fakegpu.pending()
 
 @pytest.mark.parametrize('event', ['after_pred','after_backward'])
 @every
