@@ -3,9 +3,9 @@
     python benchmarks/gpu.py           # about five minutes; without a GPU, it says what it would do
     python benchmarks/gpu.py --save    # and write the figures to benchmarks/results/gpu.json, which the docs show
 
-Time is over that of the large batch, in pairs. Memory is the peak that the allocator has counted, with weights, gradients and the state of the optimizer: what the
+Time is that of a step, over that of the large batch: the median of an epoch, without what is done once in a fit or an epoch. Memory is the peak that the allocator has counted, with weights, gradients and the state of the optimizer: what the
 card shows. RAM is the pinned memory of the host. Batches are on the GPU before the training begins, so no loader is measured."""
-import argparse,contextlib,io,subprocess,sys,time,traceback,warnings
+import argparse,contextlib,gc,io,subprocess,sys,time,traceback,warnings
 from functools import partial
 from common import *
 warnings.filterwarnings('ignore')
@@ -14,7 +14,7 @@ from fastai.callback.progress import ProgressCallback
 from fastai_accum.all import *
 from what_fits import Transformer
 
-here,GB,CARD = Path(__file__).parent,2**30,16   # the gigabytes of a common card, to which the allocator is held where memory runs out
+here,GB,CARD = Path(__file__).parent,2**30,8   # the gigabytes to which the allocator is held where memory runs out
 def device(): return torch.device('cuda', 0)
 
 def images(n, px): return torch.randn(n,3,px,px, device=device()),torch.randint(10, (n,), device=device())
@@ -22,15 +22,16 @@ def tokens(n, length): return torch.randint(5000, (n,length), device=device()),t
 def resnet(arch): return lambda: create_vision_model(arch, 10, pretrained=False)
 def bert(): return Transformer(768, 512, 12, 12)
 # the model, a batch of n samples, and n for the tables
-nets = {'ResNet-50, images of 224 pixels':(resnet(resnet50), partial(images, px=224), 64),
-        'a transformer with 12 layers of 768, 512 tokens':(bert, partial(tokens, length=512), 32)}
-ways = {'the large batch':lambda bs: [], 'MicroBatch':lambda bs: [MicroBatch(bs)], 'coupled=True':lambda bs: [MicroBatch(bs, coupled=True)],
-        'exact=True':lambda bs: [MicroBatch(bs, exact=True)], 'GradientCheckpointing':lambda bs: [GradientCheckpointing()], 'OffloadActivations':lambda bs: [OffloadActivations()]}
+nets = {'ResNet-50, 64 images of 224 pixels':(resnet(resnet50), partial(images, px=224), 64),
+        'a transformer with 12 layers of 768, 32 texts of 512 tokens':(bert, partial(tokens, length=512), 32)}
+ways = {'the large batch':lambda bs: [], 'GradientCheckpointing':lambda bs: [GradientCheckpointing()], 'OffloadActivations':lambda bs: [OffloadActivations()],
+        'MicroBatch':lambda bs: [MicroBatch(bs)], 'coupled=True':lambda bs: [MicroBatch(bs, coupled=True)], 'exact=True':lambda bs: [MicroBatch(bs, exact=True)]}
+whole = 'the large batch','GradientCheckpointing','OffloadActivations'   # nothing is cut
 
-def learner(net, n, cbs=(), n_batches=2, half=False):
+def learner(net, n, cbs=(), n_batches=6, half=False):
     make,batch,_ = nets[net]
     torch.manual_seed(0)
-    batches = [batch(n) for _ in range(n_batches)]
+    batches = [batch(n)]*n_batches
     dls = DataLoaders(*[DataLoader(batches, bs=None)]*2, device=device())
     learn = Learner(dls, make().to(device()), nn.CrossEntropyLoss(), lr=1e-4, cbs=[NoValid(), *cbs, *([MixedPrecision('bf16')] if half else [])])
     learn.remove_cb(ProgressCallback); learn.logger = noop
@@ -41,6 +42,34 @@ def fit(learn, n=1):
     with contextlib.redirect_stdout(out): learn.fit(n)
     return out.getvalue()
 
+class Steps(Callback):
+    "Notes when each step is done"
+    order,run_valid = 1000,False
+    def before_train(self): self.ends = []
+    def after_batch(self): self.ends.append(now())
+
+def now():
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+def a_step(ends): return statistics.median(b-a for a,b in zip(ends, ends[1:]))   # without what is done once in an epoch
+
+def by_hand(net, n, bs, half):
+    "A plain loop over batches in slices of `bs`; returns when each step is done"
+    learn = learner(net, n, half=half)
+    learn.create_opt()
+    model,opt,loss_func = learn.model.train(),learn.opt,learn.loss_func
+    def epoch():
+        ends = []
+        for x,y in learn.dls.train:
+            for xs,ys in zip(x.split(bs), y.split(bs)):
+                with torch.autocast('cuda', torch.bfloat16, enabled=half): pred = model(xs)
+                (loss_func(pred.float(), ys)*len(ys)/len(y)).backward()
+            opt.step(); opt.zero_grad()
+            ends.append(now())
+        return ends
+    return epoch
+
 @contextlib.contextmanager
 def held_to(n_bytes):
     "A block in which the allocator gives no more than `n_bytes`"
@@ -50,34 +79,41 @@ def held_to(n_bytes):
     finally: torch.cuda.set_per_process_memory_fraction(1.); torch.cuda.empty_cache()
 
 def peak(f):
-    gc.collect(); torch.cuda.empty_cache(); torch.cuda.reset_peak_memory_stats(); torch.cuda.reset_peak_host_memory_stats()
+    "The peaks of the memory that `f` takes on the card and, pinned, on the host"
+    gc.collect(); torch.cuda.empty_cache(); torch._C._host_emptyCache()   # which has no public name
+    torch.cuda.reset_peak_memory_stats(); torch.cuda.reset_peak_host_memory_stats()
     f(); torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated(),torch.cuda.host_memory_stats()['allocated_bytes.peak']
 
-def costs(pairs=3):
-    "What each way takes in time and memory"
+def costs():
+    "What a step takes in each way, in time and memory"
     rows = []
-    for half in (False,True):
-        for net,(_,_,n) in nets.items():
-            plain = learner(net, n, half=half)
-            fit(plain, 2)
-            for way,cbs in ways.items():
-                for bs in (8,16) if way in ('MicroBatch','exact=True') else (8,):
-                    learn = learner(net, n, cbs(bs), half=half)
-                    told,first = fit(learn),clock(partial(fit, learner(net, n, cbs(bs), half=half)))   # the first one warms up
-                    mem,ram = peak(partial(fit, learn))
-                    t,pm = paired(partial(clock, partial(fit, learn, 2)), partial(clock, partial(fit, plain, 2)), pairs) if way!='the large batch' else (1.,0.)
-                    again = clock(partial(fit, learn))
-                    rows.append(dict(net=net, half=half, n=n, way=way, bs=bs, time=t, pm=pm, memory=mem/GB, ram=ram/GB, step=again/2, first=first-again, told=told.strip()))
-                    print(f"{net}, {'bf16' if half else 'float32'}, {way} {bs}: time {t:.2f} ± {pm:.2f}, {mem/GB:.2f} GB, RAM {ram/GB:.2f} GB, a step {again/2:.3f} s, before the first step {first-again:.1f} s. {told.strip()[:160]}", flush=True)
-                    del learn
-            del plain
+    for net,half in zip(nets, (False,True)):
+        n = nets[net][-1]
+        def note(way, bs, epoch, told='', first=0.):
+            (mem,ram),step = peak(epoch),a_step(epoch())
+            rows.append(dict(net=net, half=half, n=n, way=way, bs=bs, step=step, memory=mem/GB, ram=ram/GB, first=first, told=told.strip()))
+            r = rows[-1]
+            print(f"{net}, {'bf16' if half else 'float32'}, {way} {bs}: {step:.4f} s, {r['memory']:.2f} GB, RAM {r['ram']:.2f} GB, first {first:.1f} s", flush=True)
+        for way,cbs in ways.items():
+            for bs in (n,) if way in whole else (n//2,n//8):
+                learn = learner(net, n, [*cbs(bs), Steps()], half=half)
+                def epoch(): fit(learn); return learn.steps.ends
+                start = now(); told = fit(learn); first = learn.steps.ends[0]-start
+                note(way, bs, epoch, told, first)
+                del learn
+        for bs in (n//2,n//8):
+            epoch = by_hand(net, n, bs, half); epoch()
+            note('a loop by hand', bs, epoch)
+            del epoch
+    base = {net:next(r['step'] for r in rows if r['net']==net) for net in nets}
+    for r in rows: r['time'] = r['step']/base[r['net']]
     return rows
 
 def out_of_memory():
     "`MicroBatch()` with batches that do not fit: the slice that it finds, and the peak afterwards"
-    rows,net = [],'ResNet-50, images of 224 pixels'
-    for kw,n in (({},512), (dict(exact=True),512), (dict(coupled=True),512)):
+    rows,net = [],'ResNet-50, 64 images of 224 pixels'
+    for kw,n in (({},256), (dict(exact=True),256), (dict(coupled=True),256)):
         with held_to(CARD*GB):
             try: fit(learner(net, n, n_batches=1)); raise AssertionError('the batch fits')
             except torch.OutOfMemoryError: pass
@@ -110,7 +146,7 @@ def exact(n=64, px=64):
     return far
 
 def fits():
-    "What `what_fits` says with a budget of a common card, and what the line then takes"
+    "What `what_fits` says with a budget of a small card, and what the line then takes"
     rows = []
     for net,(_,_,n) in nets.items():
         n *= 4
