@@ -12,6 +12,33 @@ from fastai_accum.microbatch import MicroBatch
 
 TOL = 1e-12
 
+SWEEP = bool(os.environ.get('SWEEP'))   # all of what is drawn below: `make sweep`
+
+def sample(cases, n):
+    """`n` of `cases`, which are tuples, drawn with a fixed seed: each value of each column occurs, and then as many
+    pairs of values as there is room for. With `SWEEP=1`, all of them"""
+    cases = list(cases)
+    if SWEEP: return cases
+    random.Random(0).shuffle(cases)
+    res,seen = [],set()
+    def new(c): return {k for i in (1,2) for k in itertools.combinations(enumerate(map(str, c)), i)}-seen
+    for least in range(len(cases[0]), -1, -1):   # of values that did not occur yet
+        for c in cases:
+            ks = new(c)
+            if sum(len(k)==1 for k in ks)>=least and ks and (least or len(res)<n):
+                res.append(c)
+                seen |= ks
+    assert len(res)<=n, f'{len(res)} cases are needed for each value to occur, more than {n}'
+    return res
+
+def drawn(n, **columns):
+    "Call a test with `n` of the combinations of `columns`, each value at least once; with `SWEEP=1`, with all"
+    names = [{i:getattr(o, '__name__', str(o)) for i,o in enumerate(c)} for c in columns.values()]
+    values = [list(c) for c in columns.values()]
+    cases = sample(itertools.product(*names), n)
+    return pytest.mark.parametrize(','.join(columns), [pytest.param(*[v[i] for v,i in zip(values, c)],
+        id='-'.join(nm[i] for nm,i in zip(names, c))) for c in cases])
+
 class AvgSmoothLoss64(AvgSmoothLoss):
     "`AvgSmoothLoss` starts from a float32 zero, which float64 losses cannot be mixed with"
     def reset(self): self.count,self.val = 0,torch.zeros((), dtype=torch.float64)
@@ -166,6 +193,8 @@ def assert_same(a, b, tol=TOL, but=()):
     assert err<=tol, f'relative error {err:.2e} at {where}, allowed {tol:.0e}'
     assert len(b.spy.steps)>0, 'the large batch made no step, so nothing was compared'
     return err
+
+def weights(learn): return [p.detach() for p in learn.model.parameters()]
 
 def is_clean(learn):
     "No gradient is left, no open window, and nothing that was lent to the learner or its model"

@@ -38,19 +38,6 @@ def test_summary_and_one_batch():
     for l in (a,b): l.fit(2)
     assert_same(a, b)
 
-def test_entered_in_a_fit():
-    "`with learn` between two epochs of a fit leaves the training as it is"
-    kept = 'dl training epoch train_iter pct_train n_iter'.split()
-    def enter(cb):
-        if not cb.training: return
-        was = {k:getattr(cb.learn, k) for k in kept if hasattr(cb.learn, k)}
-        with cb.learn: pass
-        vars(cb.learn).update(was)
-        cb.model.train()
-    a,b = pair(lambda: AccumulateStep(4), also=lambda: Callback(before_train=enter))
-    close(*([s['grads'] for s in l.spy.steps] for l in (a,b)))
-    is_clean(a)
-
 @pytest.mark.parametrize('cb,bs', [(lambda: AccumulateStep(4), 8), (lambda: MicroBatch(8), 32)])
 def test_a_loop_of_ones_own(cb, bs):
     "Only `fit` knows windows: each call of `learn.one_batch` is a step with its batch, as without our callbacks"

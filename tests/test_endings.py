@@ -2,16 +2,18 @@
 
 A fit of three windows an epoch (4, 4 and 2 micro-batches) is ended in one of many ways. What comes next is done with
 that learner, and with a plain one restored to the point where the first was left, at the batch size that the first one
-now stands for. Both have to give the same. Here are some of each; tests/corners/test_endings_full.py has the table."""
+now stands for. Both have to give the same. A sample of the table is drawn; `make sweep` runs all of it."""
 import pickle,pytest,sys
-from contextlib import nullcontext
+from contextlib import nullcontext,suppress
 from dataclasses import dataclass
 from harness import *
+import fastai_accum.all   # for `exact=True`
+from fastai_accum.extras.precision import GradAccumDtype
 from fastai_accum.patch import *
 
 N,BS,LARGE = 76,8,32
 MID,BOUNDARY,LAST = 5,7,9   # micro-batches: in the second window, its boundary, and the boundary of the tail
-drawn,windows = np.minimum(np.arange(1,11)*BS, N),{MID:32, BOUNDARY:32, LAST:12}
+arrived,windows = np.minimum(np.arange(1,11)*BS, N),{MID:32, BOUNDARY:32, LAST:12}
 
 class Data(Items):
     "Samples; one of them fails to load while `exc` is set"
@@ -90,11 +92,11 @@ class Ending:
         "Samples drawn and samples stepped in a fit, by hand"
         if self.exc is None: return N*n_epoch,N*n_epoch
         if self.goes_on:
-            lost = drawn[self.at]-drawn[self.at-1] if self.where in unseen else windows[self.at]
+            lost = arrived[self.at]-arrived[self.at-1] if self.where in unseen else windows[self.at]
             return N*n_epoch,N*n_epoch-(0 if self.where=='after_step' else lost)
         stepped = min(N, 32*(1 + (self.at==LAST) + (self.stepped and self.where=='after_batch')))
         more = N*(n_epoch-1) if self.is_caught and self.nm!='CancelFitException' else 0   # the epochs that follow
-        return drawn[self.at - (self.where=='loader')]+more,stepped+more
+        return arrived[self.at - (self.where=='loader')]+more,stepped+more
 
 def make_endings():
     yield Ending('normal')
@@ -206,25 +208,68 @@ def search(l, cbs):
     with l.added_cbs(cbs): l.lr_find(num_it=20, show_plot=False)
 
 table = list(make_endings())
-def is_one_of(e, *names): return any(str(e).startswith(o) for o in names)
-telling = 'normal','KeyboardInterrupt-after_backward-5','OutOfMemoryError-model-7','CancelFitException-after_batch-5'
-some_followers = [(e,f) for e in table for f in followers if is_one_of(e, *telling[:2])]
-some_followers += [(e,f) for e in table for f in ('fit','turn_off') if is_one_of(e, *telling[2:])]
-some_endings = [e for e in table if e.order!=-1000 and (e.at==MID or e.at==BOUNDARY and e.where in late)]
-some_searches = [(e,f) for e in table for f in ('fit','turn_off')
-                 if is_one_of(e, 'KeyboardInterrupt-loader', telling[2])]
-def named(pairs): return [pytest.param(*o, id='-'.join(map(str,o))) for o in pairs]
+by_columns = {(e.nm,e.where,e.at,e.order):e for e in table}
+def endings(n, *columns, of=lambda e: True, also=()):
+    "Parametrize a test with `n` of the table's endings and the values of `columns`, and with those of `also`"
+    cases = [*also, *sample(((*k,*vs) for k,e in by_columns.items() if of(e) for vs in itertools.product(*columns)), n)]
+    cases = [(by_columns[c[:4]],*c[4:]) for c in dict.fromkeys(cases)]
+    return [pytest.param(*c, id='-'.join(map(str, c))) for c in cases]
 
-@pytest.mark.parametrize('ending,follower', named(some_followers))
-def test_follows(ending, follower, tmp_path): follow(ending, follower, tmp_path)
+ctrl_c = [('KeyboardInterrupt','after_backward',MID,0,f) for f in followers]
+others = [('OutOfMemoryError','model',BOUNDARY,0,'fit'), ('CancelFitException','after_batch',MID,-1000,'turn_off')]
 
-@pytest.mark.parametrize('ending', some_endings, ids=str)
-def test_what_is_left(ending, tmp_path): leave(ending, 2, tmp_path)
+@pytest.mark.parametrize('ending,follower', endings(28, followers, also=ctrl_c+others))
+def test_follows_an_ending(ending, follower, tmp_path): follow(ending, follower, tmp_path)
 
-@pytest.mark.parametrize('ending,follower', named(some_searches))
+@pytest.mark.parametrize('ending,n_epoch', endings(30, (1,2)))
+def test_what_is_left(ending, n_epoch, tmp_path): leave(ending, n_epoch, tmp_path)
+
+@pytest.mark.parametrize('ending,follower', endings(18, followers, of=lambda e: not e.is_caught))
 def test_interrupted_lr_find(ending, follower, tmp_path):
     "What fastai itself leaves behind stays: the weights and rates of the search. Nothing of the accumulation stays"
     follow(ending, follower, tmp_path, fit=search)
+
+@drawn(5, event=['before_step','after_step'],
+       exc=[KeyboardInterrupt, OSError, CancelTrainException, CancelEpochException, CancelFitException])
+def test_end_of_a_short_loader(event, exc, tmp_path):
+    "The loader is shorter than it said, so its last window is smaller; what is raised there leaves nothing either"
+    def fail(cb):
+        if cb.epoch==0 and cb.learn.accumulate_step.window.n_micro==3: raise exc('ended')
+    a = learner(BS, tmp_path, [AccumulateStep(4), Callback(**{event:fail})])
+    a.dls = make_dls(92, BS, skip=range(36), shuffle=False)   # 7 micro-batches instead of 12
+    with nullcontext() if exc.__name__.startswith('Cancel') else pytest.raises(exc): a.fit(1)
+    is_clean(a)
+    n = a.accumulate_step.counts
+    assert n.n_samples==n.n_stepped+n.n_thrown==56
+
+# Other callbacks
+
+ways = dict(acc=lambda: [AccumulateStep(4)], micro=lambda: [MicroBatch(3)],
+            coupled=lambda: [MicroBatch(3, coupled=True, prove=False)],
+            exact=lambda: [MicroBatch(3, exact=True, prove=False)],
+            both=lambda: [AccumulateStep(2),MicroBatch(3, coupled=True, prove=False)],
+            sums=lambda: [AccumulateStep(4),GradAccumDtype()])
+in_fit = """before_fit before_epoch before_train before_batch after_pred after_loss before_backward after_backward
+before_step after_step after_batch after_train before_validate after_validate after_epoch after_fit""".split()
+
+@drawn(32, way=ways, event=in_fit, exc=[KeyboardInterrupt, OSError, CancelBatchException, CancelTrainException,
+                                        CancelEpochException, CancelFitException])
+def test_nothing_is_left(way, event, exc):
+    "However a fit ends, the next fit is that of a learner that was never interrupted"
+    n,at = itertools.count(1),1 if event.endswith('_fit') else 2
+    def stop(cb):
+        if next(n)==at: raise exc('stopped')
+    a,b = (make_learner(make_dls(76, 8, shuffle=False), cbs=ways[way]()) for _ in range(2))
+    with suppress(exc): a.fit(2, cbs=Callback(**{event:stop}))
+    is_clean(a)
+    assert not any(p._post_accumulate_grad_hooks for p in a.model.parameters())
+    assert way!='sums' or a.grad_accum_dtype.sums is None
+    a.validate()
+    a.model.load_state_dict(b.model.state_dict())
+    a.create_opt(); a.spy.steps = []
+    for l in (a,b): l.fit_one_cycle(2, .02)
+    assert_same(a, b)
+    is_clean(a)
 
 @pytest.mark.parametrize('again', [AccumulateStep,None], ids=['kept','removed'])
 def test_ctrl_c_in_the_moment_a_block_ends(again, monkeypatch):

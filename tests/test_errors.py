@@ -76,15 +76,15 @@ def test_losses_of_predictions():
     learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(4))
     assert len(learn.get_preds(with_loss=True)[2])==24
 
-@pytest.mark.parametrize('v', [-1., math.nan, math.inf])
-def test_weight_values(v):
-    w = lambda pred,targ: torch.tensor(v)
-    refused(make_learner(make_dls(64, 8), cbs=AccumulateStep(4, weight=w)), f'weight must return .*got {v}')
+def test_weight_values():
+    for v in -1., math.nan, math.inf:
+        w = lambda pred,targ: torch.tensor(v)
+        refused(make_learner(make_dls(64, 8), cbs=AccumulateStep(4, weight=w)), f'weight must return .*got {v}')
 
-@pytest.mark.parametrize('v', [torch.ones(3), None, 'a', '3', True, torch.tensor(True), [1,2], (1,-1), (1,1,1)])
-def test_weight_types(v):
-    refused(make_learner(make_dls(64, 8), cbs=AccumulateStep(4, weight=lambda pred,targ: v)),
-            'weight must return .* or a tuple of two, got')
+def test_weight_types():
+    for v in torch.ones(3), None, 'a', '3', True, torch.tensor(True), [1,2], (1,-1), (1,1,1):
+        refused(make_learner(make_dls(64, 8), cbs=AccumulateStep(4, weight=lambda pred,targ: v)),
+                'weight must return .* or a tuple of two, got')
 
 def test_never_a_step():
     for kw,n in (dict(n_step=9), 8), (dict(n_samples=65), 64):
@@ -100,14 +100,14 @@ def test_warns_once():
     assert 'a window of 9 micro-batches is more than the 8 of an epoch' in said and 'each epoch makes one step' in said
 
 counts_steps = """n_steps nsteps acc_steps accum accum_iter accumulation_steps accumulate_grad_batches
-gradient_accumulation_steps grad_accum_steps update_freq every_k_schedule n_acc""".split()
+gradient_accumulation_steps grad_accum_steps update_freq every_k_schedule n_acc n_micro""".split()
 
-@pytest.mark.parametrize('name', counts_steps)
-def test_other_names(name):
-    with pytest.raises(TypeError, match=rf"AccumulateStep: .* '{name}'. Did you mean `AccumulateStep\(n_step=4\)`"):
-        AccumulateStep(**{name:4})
+def test_other_names():
+    for name,f in itertools.product(counts_steps, (AccumulateStep,turn_on_accumulation)):
+        with pytest.raises(TypeError, match=rf"AccumulateStep: .* '{name}'. Did you mean `AccumulateStep\(n_step=4\)`"):
+            f(**{name:4})
 
-@pytest.mark.parametrize('cls,kw,match', [(AccumulateStep, dict(n_acc=64), r'or `AccumulateStep\(n_samples=64\)`'),
+right_arguments = [(AccumulateStep, dict(n_acc=64), r'or `AccumulateStep\(n_samples=64\)`'),
     (AccumulateStep, dict(batch_size=64), r'Did you mean `AccumulateStep\(n_samples=64\)`'),
     (AccumulateStep, dict(bs=8), r'`MicroBatch\(bs=8\)`'),
     (AccumulateStep, dict(exact=True), r'`MicroBatch\(exact=True\)`'),
@@ -115,9 +115,11 @@ def test_other_names(name):
     (MicroBatch, dict(exat=True), r'Did you mean `MicroBatch\(exact=True\)`'),
     (MicroBatch, dict(batch_size=8), r'Did you mean `MicroBatch\(bs=8\)`'),
     *[(MicroBatch, {k:4}, r'`AccumulateStep\(n_step=4\)`') for k in ('n_step','n_steps')],
-    (AccumulateStep, dict(nonsense=1), "no argument 'nonsense'. The arguments are n_step, n_samples")])
-def test_the_right_argument(cls, kw, match):
-    with pytest.raises(TypeError, match=f'{cls.__name__}: .*{match}'): cls(**kw)
+    (AccumulateStep, dict(nonsense=1), "no argument 'nonsense'. The arguments are n_step, n_samples")]
+
+def test_the_right_argument():
+    for cls,kw,match in right_arguments:
+        with pytest.raises(TypeError, match=f'{cls.__name__}: .*{match}'): cls(**kw)
 
 def test_flags_have_a_name():
     "`MicroBatch(8, True)` does not say which flag is meant"
@@ -178,7 +180,7 @@ def test_a_loop_of_its_own():
         def all_batches(self): super().all_batches()
     class Other(Learner):
         def _do_one_batch(self): super()._do_one_batch()
-    for cls,name in (Mine,'all_batches'),(Other,'_do_one_batch'):
+    for cls,name in (Mine,'all_batches.*override one_batch'),(Other,'_do_one_batch'):
         learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(4))
         learn.__class__ = cls
         refused(learn, name)
@@ -271,3 +273,12 @@ def test_saved_by_an_earlier_version():
     cb = MicroBatch(8, exact=True)
     vars(cb).pop('prove')
     same(lambda: cb, bs=32)
+
+def test_errors_of_micro_batch():
+    "The errors name only callbacks that the user has added"
+    learn = make_learner(make_dls(64, 32), cbs=MicroBatch(8), loss_func=nn.CrossEntropyLoss(reduction='none'))
+    with pytest.raises(ValueError, match="MicroBatch.*reduction='none'") as e: learn.fit(1)
+    assert 'AccumulateStep' not in str(e.value)
+    learn = make_learner(make_dls(64, 32), cbs=MicroBatch(8, weight=lambda p, y: torch.ones(len(y))))
+    with pytest.raises(ValueError, match='MicroBatch.*weight must return') as e: learn.fit(1)
+    assert 'AccumulateStep' not in str(e.value)

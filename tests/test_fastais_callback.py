@@ -4,6 +4,8 @@
 Both halves matter: `AccumulateStep` has to agree with the large batch to `TOL`, and fastai's callback has to be off by
 what is known, or the comparison could not have failed. Where the known error depends on the data, `KNOWN` holds what it
 is on the data made here."""
+import json,subprocess,sys
+from importlib.util import find_spec
 from functools import partial
 import pytest
 from harness import *
@@ -167,13 +169,13 @@ def test_all_targets_ignored():
     assert not any(math.isnan(o) for o in learn.recorder.losses)
     assert_same(learn, run(once, 64, 32, y=y))
 
-@pytest.mark.parametrize('f', [torch.sqrt, torch.exp, torch.sigmoid, torch.linalg.vector_norm])
-def test_loss_is_not_edited_in_place(f):
-    loss = lambda pred,targ: f(F.cross_entropy(pred, targ))
-    with pytest.raises(RuntimeError, match='modified by an inplace operation'): run(once, 32, 8, theirs(16), loss=loss)
-    run(once, 32, 8, ours(2), loss=loss)
+def test_loss_is_not_edited_in_place():
+    for f in torch.sqrt, torch.exp, torch.sigmoid, torch.linalg.vector_norm:
+        loss = lambda pred,targ: f(F.cross_entropy(pred, targ))
+        with pytest.raises(RuntimeError, match='modified by an inplace'): run(once, 32, 8, theirs(16), loss=loss)
+        run(once, 32, 8, ours(2), loss=loss)
 
-def test_schedule():
+def test_schedule_of_one_cycle():
     "One-cycle over 8 windows of 4: fastai's takes its steps at the last quarter of each point of the schedule"
     fit = lambda l: l.fit_one_cycle(1, 0.1)
     lrs = lambda l: [s['hypers'][-1]['lr'] for s in l.spy.steps]
@@ -191,3 +193,34 @@ def test_lr_find_counts_steps(tmp_path):
     assert a.recorder.lrs==big.recorder.lrs and len(a.recorder.lrs)==len(a.spy.steps)==40
     close(a.recorder.losses[:32], big.recorder.losses[:32])
     close(a.recorder.losses, big.recorder.losses, 1e-8)
+
+root = Path(__file__).resolve().parents[1]
+@pytest.fixture
+def errors(monkeypatch):
+    monkeypatch.syspath_prepend(root/'benchmarks')
+    import errors
+    return errors
+
+def test_error_table(errors):
+    """The table of the page "Compared" is what `benchmarks/errors.py` measures, and every figure of `AccumulateStep`
+    is right"""
+    saved = json.loads((root/'benchmarks'/'results'/'errors.json').read_text(encoding='utf-8'))
+    right = {'A fit ends with a smaller window':'0.00%', '80 samples':'0%', '48 samples':'0%', '64 samples':'0%',
+             'Is the learning rate':'right',
+             'How many steps does':'100', 'The loss ends in':'trains on its mean', 'A fit is cancelled':'5 of 5'}
+    def same(a, b):
+        try: return float(a)==pytest.approx(float(b), rel=.05, abs=TOL, nan_ok=True)
+        except ValueError: return a==b
+    for row,old in zip(errors.table_rows(), saved['rows'], strict=True):
+        assert all(map(same, row, old)), f'measured {row}, saved {old}'
+        figure = next((v for k,v in right.items() if row[0].startswith(k)), None)
+        assert row[4]==figure if figure else float(row[4])<=TOL, row
+
+@pytest.mark.skipif(not find_spec('fastxtend'),
+                    reason='compares with fastxtend, which is not installed: it is in the extra "integrations"')
+def test_fastxtend_rules():
+    """The rules of fastxtend that the table uses have the errors of fastxtend itself. It runs in its own process,
+    since fastxtend adds a callback to every learner"""
+    res = subprocess.run([sys.executable, '-W', 'ignore', root/'benchmarks'/'errors.py', '--fastxtend'],
+                         capture_output=True, text=True)
+    assert res.returncode==0, res.stdout+res.stderr

@@ -83,7 +83,12 @@ def is_as_before(learn, old, loss, state, how):
     assert any(isinstance(cb, AccumulateStep) for cb in learn.cbs)==(how=='callback')
     assert not hasattr(learn, 'lr_finder')
 
-def in_the_middle(how, tmp_path):
+@drawn(10, nm=cases, how=['callback','patch'])
+@pytest.mark.filterwarnings('ignore:AccumulateStep.*a window of 8 micro-batches is more')
+def test_curve(nm, how, tmp_path): curve(nm, how, tmp_path)
+
+@pytest.mark.parametrize('how', ['callback','patch'])
+def test_in_the_middle_of_training(how, tmp_path):
     """Optimizer state and running statistics of batch norm come back, rates as in plain training; what follows is
     what would have followed without the search"""
     def train(search, cbs=None, bs=8):
@@ -104,13 +109,6 @@ def in_the_middle(how, tmp_path):
     assert hypers==plain
     assert_same(a, b, tol=0)
 
-some = [('tail','callback'), ('drops','patch'), ('n_samples','callback'), ('weighted','callback'), ('few','patch')]
-
-@pytest.mark.parametrize('nm,how', some)
-def test_curve(nm, how, tmp_path): curve(nm, how, tmp_path)
-
-def test_in_the_middle_of_training(tmp_path): in_the_middle('callback', tmp_path)
-
 def test_default_suggestion(tmp_path):
     "`lr_find` as it is called most"
     def lr(bs): return make_learner(make_dls(320, bs, shuffle=False), path=tmp_path).lr_find(show_plot=False).valley
@@ -125,3 +123,12 @@ def test_in_a_fit(tmp_path):
         learn.fit(n, cbs=LRFinder(num_it=num_it, stop_div=False))
         return learn.n_epoch,len(learn.spy.steps)
     assert epochs(5, 100, 8, AccumulateStep(4))==epochs(5, 100, 32)==(5,10)
+
+def test_shuffled(tmp_path):
+    "Twice the same curve also from a loader that shuffles, given the same seed"
+    learn = make_learner(make_dls(76, 8), path=tmp_path)
+    def curve():
+        learn.dls.train.rng = random.Random(1)
+        learn.lr_find(num_it=30, show_plot=False)
+        return learn.recorder.losses
+    with accumulation(4): assert curve()==curve()

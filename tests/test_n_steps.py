@@ -8,12 +8,10 @@ def grows(pct): return 1 if pct<.3 else 3
 ways = dict(none=list, four=lambda: AccumulateStep(4), one=lambda: AccumulateStep(1),
             samples=lambda: AccumulateStep(n_samples=20), schedule=lambda: AccumulateStep(grows),
             dropped=lambda: AccumulateStep(4, drop_last=True),
-             scheduled_samples=lambda: AccumulateStep(n_samples=lambda pct: 8*grows(pct)),
+            scheduled_samples=lambda: AccumulateStep(n_samples=lambda pct: 8*grows(pct)),
             cut=lambda: MicroBatch(3), both=lambda: [AccumulateStep(4), MicroBatch(3)])
 
-@pytest.mark.parametrize('n_epoch', [1,3])
-@pytest.mark.parametrize('drop_last', [False,True])
-@pytest.mark.parametrize('way', ways)
+@drawn(9, way=ways, drop_last=[False,True], n_epoch=[1,3])
 def test_it_is_what_the_fit_makes(way, drop_last, n_epoch):
     learn = make_learner(make_dls(76, 8, drop_last=drop_last), cbs=ways[way]())
     n = learn.n_steps(n_epoch)

@@ -22,29 +22,8 @@ ways = dict(one_step=lambda: AccumulateStep(1), by_samples=lambda: AccumulateSte
             exact=lambda: MicroBatch(5, exact=True))
 losses = dict(mean=None, weighted=nn.CrossEntropyLoss(weight=tensor([1.,5.,.2]).double()))
 
-@pytest.mark.parametrize('loss', losses)
-@pytest.mark.parametrize('cb', [Clip,LogNorm,Penalty,Decays,ReadsLossGrad])
-@pytest.mark.parametrize('way', ways)
+@drawn(10, way=ways, cb=[Clip,LogNorm,Penalty,Decays,ReadsLossGrad], loss=losses)
 def test_it_is_plain(way, cb, loss):
     learn,plain = same(ways[way], bs=12, large=12, n=32, also=cb, loss_func=losses[loss])
     for o in learn.cbs:
         if isinstance(o, cb) and hasattr(o, 'norms'): close(o.norms, first(plain.cbs, risinstance(cb)).norms)
-
-class Counts(Callback):
-    def before_fit(self): self.n = 0
-    def after_batch(self): self.n += self.training
-
-@pytest.mark.parametrize('first', [False,True])
-def test_batches_without_targets_have_their_events(first):
-    "`after_batch` comes as often as in plain fastai, also if the first batch has no targets"
-    x,y = features(12),classes(12)
-    batches = [(x[i:i+4],y[i:i+4]) for i in (0,4,8)]
-    batches.insert(0 if first else 2, (x[:4],))
-    dl = DataLoader(batches, bs=None)
-    def n_events(*cbs):
-        dls = DataLoaders(dl, dl)
-        dls.n_inp = 1
-        learn = make_learner(dls, cbs=[Counts(), *cbs])
-        learn.fit(1)
-        return learn.counts.n
-    assert n_events(AccumulateStep(1))==n_events()==4

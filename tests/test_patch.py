@@ -1,5 +1,6 @@
 "`turn_on_accumulation`: every learner, every way to train, and fastai as it was afterwards"
-import pytest
+import gc,itertools,os,pytest,subprocess,sys,threading,weakref,zipfile
+from functools import wraps
 from harness import *
 from fastai_accum.patch import *
 from fastai_accum.patch import accumulation_settings
@@ -31,11 +32,8 @@ def check(fit, how, existing, tmp_path):
     n = a.accumulate_step.counts.n_steps
     assert a.accumulate_step.learn is None and 0<n<=len(a.spy.steps) and a.cbs.map(type)==b.cbs.map(type)
 
-some = [(f,'n_step',i%2==0) for i,f in enumerate(fits)]+[('one_cycle','n_samples',True),
-                                                         ('one_cycle','drop_last',False)]
-
-@pytest.mark.parametrize('fit,how,existing', some)
-def test_fits(fit, how, existing, tmp_path): check(fit, how, existing, tmp_path)
+@drawn(9, fit=fits, how=settings, existing=[True,False])
+def test_every_way_to_train(fit, how, existing, tmp_path): check(fit, how, existing, tmp_path)
 
 def test_off_is_plain():
     "After turning off, the same learner trains as one that never accumulated"
@@ -106,11 +104,10 @@ def test_overlapping_blocks():
 
 bad = [dict(), dict(n_step=0), dict(n_step=4, n_samples=8), dict(n_step=4, drop_last=1), dict(n_step=4, weight=3),
        dict(n_step=4, n_steps=4)]
-@pytest.mark.parametrize('kw', bad, ids=str)
-def test_bad_arguments(kw):
+def test_bad_arguments_of_the_patch():
     "The error names the argument, and what was on stays on"
     turn_on_accumulation(4)
-    for f in turn_on_accumulation,lambda **kw: accumulation(**kw).__enter__():
+    for f,kw in itertools.product([turn_on_accumulation, lambda **kw: accumulation(**kw).__enter__()], bad):
         with pytest.raises((ValueError,TypeError), match=list(kw)[-1] if kw else 'give either n_step'): f(**kw)
     assert n_step()==4
 
@@ -124,10 +121,84 @@ def test_running_fit_keeps_its_setting():
     learn.fit(2, cbs=Callback(after_epoch=lambda cb: turn_off_accumulation()))
     assert len(learn.spy.steps)==6 and steps(learn)==12
 
-def test_subclass():
+def test_a_learner_with_its_own_fit():
     "A subclass with a `fit` of its own that calls fastai's"
     class Mine(Learner):
         def fit(self, *args, **kwargs): return super().fit(*args, **kwargs)
     learn = Mine(make_dls(96, 8), small_model(), loss_func=nn.CrossEntropyLoss(), cbs=Spy()); learn.logger = noop
     learn.remove_cbs([ProgressCallback, Recorder])
     with accumulation(4): assert steps(learn)==3
+
+def test_reload():
+    "After the module is loaded again, what was turned on stays on, and it can be turned off"
+    code = """
+import importlib
+from harness import *
+import fastai_accum.patch as patch
+def steps(): learn = make_learner(make_dls(96, 8)); learn.fit(1); return len(learn.spy.steps)
+patch.turn_on_accumulation(4)
+patch = importlib.reload(patch)
+assert steps()==3 and not hasattr(Learner.fit.__wrapped__, '__wrapped__')
+patch.turn_off_accumulation()
+assert steps()==12"""
+    env = {**os.environ, 'PYTHONPATH':os.pathsep.join(sys.path)}
+    res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], env=env, capture_output=True, text=True)
+    assert not res.returncode, res.stderr
+
+def test_wrapped_by_others():
+    "Another library wraps `Learner.fit` on top: its wrapper stays, and ours does nothing any more"
+    fit = Learner.fit
+    turn_on_accumulation(4)
+    ours,calls = Learner.fit,[]
+    @wraps(ours)
+    def other(self, *args, **kwargs): calls.append(1); return ours(self, *args, **kwargs)
+    Learner.fit = other
+    try:
+        learn = make_learner(make_dls(96, 8))
+        assert steps(learn)==3
+        turn_off_accumulation()
+        assert Learner.fit is other and steps(learn)==12
+        turn_on_accumulation(2)
+        assert steps(learn)==6 and len(calls)==3
+        turn_off_accumulation()
+        assert Learner.fit is other
+    finally: Learner.fit = fit
+
+def test_learners_are_freed():
+    with accumulation(4):
+        learn = make_learner(make_dls(96, 8)); learn.fit(1)
+        ref = weakref.ref(learn)
+        del learn; gc.collect()
+    assert ref() is None
+
+def test_exported_while_on(tmp_path):
+    "Nothing of the library is in the file: it loads where fastai_accum is not installed"
+    learn = make_learner(make_dls(96, 8), splitter=trainable_params, path=tmp_path)
+    learn.remove_cb(Spy); learn.logger = print
+    with accumulation(4): learn.fit(1); learn.recorder.smooth_loss = AvgSmoothLoss(); learn.export('a.pkl')
+    names = zipfile.ZipFile(tmp_path/'a.pkl')
+    assert not any(b'fastai_accum' in names.read(o) for o in names.namelist())
+
+def test_blocks_of_two_threads():
+    "Blocks of two threads: off when the last one has ended"
+    first,second = threading.Event(),threading.Event()
+    def one():
+        with accumulation(2): first.set(); second.wait(10)
+    def two():
+        first.wait(10)
+        with accumulation(4): second.set(); t1.join()
+    t1,t2 = threading.Thread(target=one),threading.Thread(target=two)
+    t1.start(); t2.start(); t2.join()
+    assert accumulation_settings() is None
+
+def test_counts_after_a_patched_fit():
+    "They can be read, the next fit replaces them, and only `learn.cbs` says whether accumulation is on"
+    learn = make_learner(make_dls(64, 8))
+    with accumulation(4): learn.fit(1)
+    assert learn.accumulate_step.counts.n_steps==2 and not any(isinstance(o, AccumulateStep) for o in learn.cbs)
+    learn.fit(1)
+    assert len(learn.spy.steps)==2+8
+    with accumulation(2): learn.fit(1)
+    assert learn.accumulate_step.counts.n_steps==4 and deepcopy(learn).accumulate_step is None
+    learn.accumulate(8).fit(1)
+    assert learn.accumulate_step.counts.n_steps==1

@@ -1,13 +1,12 @@
 "Gradients that are summed in a higher precision than the parameters have"
 import pytest
-from contextlib import suppress
+import pickle,sys
 from harness import *
 from fastai_accum.extras.precision import *
-from fastai_accum.extras.skip import *
 from fastai_accum.patch import *
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]/'benchmarks'))
 from common import peak_bytes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]/'benchmarks'))
 
 class Low(Callback):
     "Inputs in the dtype of the model, and predictions in float64, so that the loss is exact"
@@ -39,9 +38,7 @@ def ulps(a, exact):
 
 by_class = nn.CrossEntropyLoss(weight=torch.tensor([1.,7.,30.]).double())
 
-@pytest.mark.parametrize('loss', [None, by_class], ids=['mean','weighted'])
-@pytest.mark.parametrize('micro', [8,1])
-@pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
+@drawn(4, loss=[None,by_class], micro=[8,1], dtype=[torch.float16,torch.bfloat16])
 def test_two_units_in_the_last_place(dtype, micro, loss):
     "The first window of a fit against the same low-precision gradients, summed in float64"
     def error(cbs):
@@ -65,8 +62,7 @@ def test_each_gradient_is_freed(dtype):
     assert len(left)==12 and all(all(o) for o in left)
     assert all(g.dtype==dtype for s in learn.spy.steps for g in s['grads'])
 
-@pytest.mark.parametrize('cbs', [lambda: [], lambda: [GradientClip(.01)]], ids=['plain','clip'])
-@pytest.mark.parametrize('kw', [dict(n=76), dict(n=76, drop_last=True), dict(n=50, skip={3,4,20})], ids=str)
+@drawn(3, cbs=[list, lambda: [GradientClip(.01)]], kw=[dict(n=76), dict(n=76, drop_last=True), dict(n=50, skip={3,4,20})])
 def test_exact_where_nothing_is_low(kw, cbs):
     "For parameters in float64 the callback changes nothing"
     def train(bs, cbs):
@@ -76,31 +72,7 @@ def test_exact_where_nothing_is_low(kw, cbs):
     a = train(8, [AccumulateStep(4), GradAccumDtype(), *cbs()])
     assert_same(a, train(8, [AccumulateStep(4), *cbs()]) if 'skip' in kw else train(32, cbs()))
 
-def has_no_hooks(learn):
-    assert not any(p._post_accumulate_grad_hooks for p in learn.model.parameters())
-    assert learn.accumulate_step.window is None and learn.grad_accum_dtype.sums is None
-
-@pytest.mark.parametrize('exc', [KeyboardInterrupt, OSError, CancelTrainException, CancelEpochException,
-                                 CancelFitException, CancelBatchException])
-@pytest.mark.parametrize('event', ['before_batch','before_backward','after_backward',
-                                   'before_step','after_step','after_batch'])
-def test_nothing_is_left(event, exc):
-    "However a fit ends, no hook and no sum is left, and what follows is what follows without the callback"
-    if exc is CancelBatchException and event=='after_batch':
-        exc = CancelTrainException   # `after_batch` is outside what that one cancels
-    def stop(cb):
-        if cb.training and cb.epoch==0 and cb.micro.i==stop.at: raise exc('stopped')
-    def train(cbs):
-        stop.at = 3 if event in ('before_step','after_step') else 5
-        learn = make_learner(make_dls(76, 8, shuffle=False), cbs=[AccumulateStep(4), *cbs])
-        with suppress(KeyboardInterrupt, OSError): learn.fit(1, cbs=Callback(**{event:stop}))
-        if cbs: has_no_hooks(learn)
-        learn.spy.steps = []
-        learn.fit(1)
-        return learn
-    assert_same(train([GradAccumDtype()]), train([]))
-
-def test_with_the_rest(tmp_path):
+def test_sums_with_the_rest(tmp_path):
     "`lr_find`, the patch, unfreezing in the middle of an epoch, micro-batches that are left out"
     def unfreeze(cb):
         if cb.training and cb.epoch==0 and cb.micro.i==2: cb.learn.unfreeze()
@@ -116,7 +88,7 @@ def test_with_the_rest(tmp_path):
         return learn
     assert_same(train([GradAccumDtype()]), train([]))
 
-def test_sparse():
+def test_sparse_gradients_are_summed():
     "Sparse gradients are summed as they are"
     class Bag(nn.Module):
         def __init__(self):
@@ -175,8 +147,7 @@ def test_kept_sums():
             learn.fit(1); res.append(learn)
         assert_same(*res)
 
-@pytest.mark.parametrize('at', [1,2,3,4])
-@pytest.mark.parametrize('event', ['before_batch','after_pred','after_batch'])
+@drawn(4, at=[1,2,3,4], event=['before_batch','after_pred','after_batch'])
 def test_unfreeze_inside(event, at):
     "A parameter that is unfrozen in a window has the gradient of the micro-batches that follow"
     def unfreeze(cb):
@@ -184,7 +155,7 @@ def test_unfreeze_inside(event, at):
     def fit(learn): learn.freeze(); learn.fit(2)
     assert_same(*both(fit, lambda: [Callback(**{event:unfreeze})], loss_func=by_class))
 
-def test_cancelled_window():
+def test_sums_of_a_cancelled_window():
     "The sums of a window that is cancelled do not reach the next one"
     def cancel(cb):
         if cb.training and cb.micro.i==5: raise CancelBatchException
@@ -208,9 +179,9 @@ def test_without_windows(tmp_path):
     learn.validate(); learn.get_preds()
     with pytest.raises(ValueError, match='has no AccumulateStep'): learn.fit(1)
 
-def test_subclass():
+def test_sums_of_a_subclass():
     class Mine(AccumulateStep): pass
-    learn = make_learner(make_dls(64, 8), cbs=[Mine(4), GradAccumDtype(), SkipNonFinite()])
+    learn = make_learner(make_dls(64, 8), cbs=[Mine(4), GradAccumDtype()])
     learn.fit(1)
     assert learn.accumulate_step.counts.n_steps==2
 
@@ -277,16 +248,16 @@ def test_two():
     with pytest.raises(ValueError, match='GradAccumDtype: cbs holds more than one'):
         learn.fit(1, cbs=GradAccumDtype(torch.float64))
 
-@pytest.mark.parametrize('v', [32, 'float32', torch.int32, None, torch.float8_e4m3fn])
-def test_bad_dtype(v):
-    with pytest.raises(ValueError, match='GradAccumDtype: dtype must be a floating dtype such as torch.float32, got'):
-        GradAccumDtype(v)
+def test_bad_dtype():
+    for v in 32, 'float32', torch.int32, None, torch.float8_e4m3fn:
+        with pytest.raises(ValueError, match='GradAccumDtype: dtype must be a floating dtype such as torch.float32, got'):
+            GradAccumDtype(v)
 
-def test_needs_accumulate_step():
+def test_grad_accum_dtype_needs_accumulate_step():
     with pytest.raises(ValueError, match='GradAccumDtype: the learner has no AccumulateStep'):
         make_learner(make_dls(60, 8), cbs=GradAccumDtype()).fit(1)
 
-def test_peak_memory():
+def test_peak_memory_of_sums():
     "A plain run keeps 2 bytes a parameter for gradients. With sums in float32 it is 4; it would be 6 if both were kept"
     n,d = 8,256
     def train(cbs):

@@ -20,9 +20,7 @@ class Interrupt(Callback):
     def after_backward(self):
         if self.epoch==self.at and self.micro.i==5: raise KeyboardInterrupt
 
-@pytest.mark.parametrize('same', [True, False], ids=['same_learner','new_learner'])
-@pytest.mark.parametrize('how', ['callback','patch'])
-@pytest.mark.parametrize('fit', fits)
+@drawn(3, fit=fits, how=['callback','patch'], same=[True,False])
 def test_resume(fit, how, same, tmp_path):
     "Interrupted in the middle of a window, loaded from the last checkpoint, and gone on with `start_epoch`"
     make = lambda: learner(8, tmp_path, AccumulateStep(4) if how=='callback' else None)

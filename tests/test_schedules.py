@@ -47,7 +47,7 @@ def ours(n, bs, n_epoch, acc, lr, loss_func, cbs=(), drop_last=False):
     learn.fit(n_epoch, cbs=ParamScheduler({'lr':lr}))
     return learn
 
-def same(a, b, rows):
+def matches(a, b, rows):
     state = [rel(f(a), f(b))[0] for f in (lambda l: [p.detach() for p in l.model.parameters()],
                                           lambda l: opt_state(l.opt))]
     assert len(rows)==len(a.rows.rows) and len(rows)>4
@@ -55,32 +55,29 @@ def same(a, b, rows):
     assert err<=TOL, f'relative error {err:.2e}'
     assert a.accumulate_step.counts.sizes==[r[2] for r in rows]
 
-@pytest.mark.parametrize('loss_func', [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=W)], ids=['plain','weighted'])
-@pytest.mark.parametrize('f,lr', [(grows,cosine),
-                                  (combine_scheds([.5,.5], [SchedNo(2,2),SchedNo(5,5)]),cosine)],
-                         ids=['grows','combined'])
-@pytest.mark.parametrize('n', [96,100,76])
-def test_as_by_hand(n, f, lr, loss_func):
+combined = combine_scheds([.5,.5], [SchedNo(2,2),SchedNo(5,5)])
+
+@drawn(4, n=[96,100,76], f=[grows,combined], loss_func=[nn.CrossEntropyLoss(),nn.CrossEntropyLoss(weight=W)])
+def test_as_by_hand(n, f, loss_func):
+    lr = cosine
     b,rows = by_hand(n, 8, 3, f, lr, loss_func)
-    same(ours(n, 8, 3, AccumulateStep(f), lr, loss_func), b, rows)
-    same(ours(n, 8, 3, [AccumulateStep(f),MicroBatch(3)], lr, loss_func), b, rows)
-    with accumulation(n_step=f): same(ours(n, 8, 3, [], lr, loss_func), b, rows)
+    matches(ours(n, 8, 3, AccumulateStep(f), lr, loss_func), b, rows)
+    matches(ours(n, 8, 3, [AccumulateStep(f),MicroBatch(3)], lr, loss_func), b, rows)
+    with accumulation(n_step=f): matches(ours(n, 8, 3, [], lr, loss_func), b, rows)
 
 @pytest.mark.parametrize('n', [96,100])
 def test_samples(n):
     def f(pct): return 8 if pct<.3 else 20 if pct<.7 else 44
     b,rows = by_hand(n, 8, 3, f, cosine, nn.CrossEntropyLoss(), by_samples=True)
-    same(ours(n, 8, 3, AccumulateStep(n_samples=f), cosine, nn.CrossEntropyLoss()), b, rows)
+    matches(ours(n, 8, 3, AccumulateStep(n_samples=f), cosine, nn.CrossEntropyLoss()), b, rows)
 
 def test_tail_is_dropped():
     b,rows = by_hand(96, 8, 3, grows, cosine, nn.CrossEntropyLoss(), drop_last=True)
     a = ours(96, 8, 3, AccumulateStep(grows, drop_last=True), cosine, nn.CrossEntropyLoss())
-    same(a, b, rows)
+    matches(a, b, rows)
     assert a.accumulate_step.counts.n_thrown==3*96-sum(r[2] for r in rows)>0
 
-@pytest.mark.parametrize('kw', [dict(n_step=grows), dict(n_samples=lambda pct: 8*grows(pct))],
-                         ids=['n_step','n_samples'])
-@pytest.mark.parametrize('drop_last', [False,True])
+@drawn(2, kw=[dict(n_step=grows), dict(n_samples=lambda pct: 8*grows(pct))], drop_last=[False,True])
 def test_schedule_reaches_its_end_and_n_iter_is_known(kw, drop_last):
     seen = []
     look = Callback(before_train=lambda cb: None, before_batch=lambda cb: seen.append((cb.epoch,cb.n_iter))
@@ -112,13 +109,14 @@ def test_constant_function_is_the_number_where_windows_divide():
     assert_same(ours(96, 8, 2, AccumulateStep(lambda pct: 4), cosine, nn.CrossEntropyLoss()),
                 ours(96, 8, 2, AccumulateStep(4), cosine, nn.CrossEntropyLoss()))
 
-@pytest.mark.parametrize('v', [0, -1, 2.5, 2., True, None, '3'])
-def test_bad_value(v):
-    learn = make_learner(make_dls(96, 8), cbs=AccumulateStep(lambda pct: 2 if pct<.5 else v))
-    before = [p.detach().clone() for p in learn.model.parameters()]
-    with pytest.raises(ValueError, match=rf"n_step at pct=0\.5 must be an int of at least 1 .*, got {v!r}"):
-        learn.fit(2)
-    assert rel(before, [p.detach() for p in learn.model.parameters()])[0]==0
+def test_bad_value_of_a_schedule():
+    "It raises before the first step, wherever it is"
+    for v in 0, -1, 2.5, 2., True, None, '3':
+        learn = make_learner(make_dls(96, 8), cbs=AccumulateStep(lambda pct: 2 if pct<.5 else v))
+        before = [p.detach().clone() for p in learn.model.parameters()]
+        with pytest.raises(ValueError, match=rf"n_step at pct=0\.5 must be an int of at least 1 .*, got {v!r}"):
+            learn.fit(2)
+        assert rel(before, [p.detach() for p in learn.model.parameters()])[0]==0
 
 def test_numpy_int():
     assert ours(96, 8, 1, AccumulateStep(lambda pct: np.int64(3)), cosine,
@@ -138,7 +136,7 @@ def test_short_loader():
     c = learn.accumulate_step.counts
     assert c.n_samples==c.n_stepped+c.n_thrown==2*76
 
-def test_start_epoch():
+def test_windows_from_a_later_epoch():
     "Epochs that are skipped are not refused"
     learn = make_learner(make_dls(96, 8), cbs=AccumulateStep(lambda p: 99 if p<.5 else 3, drop_last=True))
     learn.fit(4, start_epoch=2)
@@ -174,7 +172,7 @@ def test_plot_with_micro_batch():
     learn.fit(1); learn.recorder.plot_windows()
     assert plt.gcf().axes[1].lines[0].get_ydata().tolist()==[8]*13
 
-def test_plot(monkeypatch):
+def test_plot_windows(monkeypatch):
     import matplotlib; matplotlib.use('agg')
     with pytest.raises(ValueError, match='the last fit did not train in windows'):
         make_learner(make_dls(96, 8)).recorder.plot_windows()

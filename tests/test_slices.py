@@ -1,4 +1,4 @@
-"Batches in slices against whole batches"
+"How batches are cut, run in slices and joined again, and what is tried again when memory runs out"
 import pytest,warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,7 +13,6 @@ from fastai_accum.devices import n_autocast
 from fastai_accum.patch import *
 from fastai_accum.extras.batchnorm import *
 from fastai_accum.extras.precision import *
-from fastai_accum.extras.skip import *
 from fastai.callback.mixup import *
 
 @pytest.fixture(autouse=True)
@@ -31,32 +30,13 @@ def train(cbs=(), n=76, bs=32, fit=cycle, model=None, drop_last=False, dls=None,
 
 modes = pytest.mark.parametrize('coupled', [False,True], ids=['plain','coupled'])
 
-@modes
-@pytest.mark.parametrize('drop_last', [False,True])
-@pytest.mark.parametrize('n', [64,76,75,40])
-@pytest.mark.parametrize('bs', [1,5,8,31,32,100])
-def test_same_as_the_whole_batch(coupled, drop_last, n, bs):
-    assert_same(train(MicroBatch(bs, coupled=coupled), n, drop_last=drop_last), train(n=n, drop_last=drop_last))
-
-@modes
-@pytest.mark.parametrize('n', [64,76])
-@pytest.mark.parametrize('acc', [dict(n_step=4),dict(n_step=3),dict(n_samples=32)], ids=str)
-def test_windows_of_split_batches(coupled, n, acc):
-    "In either order, and by `turn_on_accumulation`"
-    whole = train(AccumulateStep(**acc), n, 8)
-    assert_same(train([AccumulateStep(**acc),MicroBatch(3, coupled=coupled)], n, 8), whole)
-    assert_same(train([MicroBatch(3, coupled=coupled),AccumulateStep(**acc)], n, 8), whole)
-    with accumulation(**acc): assert_same(train(MicroBatch(3, coupled=coupled), n, 8), whole)
-    assert_same(train(MicroBatch(3, coupled=coupled), n, 8), train(n=n, bs=8))
-
 losses = dict(
     weighted  = lambda: nn.CrossEntropyLoss(weight=tensor([1.,10.,3.]).double()),
     ignoring  = lambda: nn.CrossEntropyLoss(ignore_index=1),
     smooth    = lambda: nn.CrossEntropyLoss(label_smoothing=.1),
     of_sum    = lambda: nn.CrossEntropyLoss(reduction='sum'))
-@modes
-@pytest.mark.parametrize('loss', losses)
-def test_losses(coupled, loss):
+@drawn(4, coupled=[False,True], loss=losses)
+def test_losses_in_slices(coupled, loss):
     "A loss that sums gives the sum over the whole batch"
     kwargs = dict(loss_func=losses[loss](), opt_func=SGD)
     whole = train(**kwargs)
@@ -170,8 +150,7 @@ def nested_dls(n, bs, drop_last):
     dls.n_inp = 2
     return dls
 
-@modes
-@pytest.mark.parametrize('out', [Tensor,tuple,dict])
+@drawn(3, coupled=[False,True], out=[Tensor,tuple,dict])
 def test_nested_batches(coupled, out):
     def loss(pred, y, z):
         a = pred['both'] if out is dict else pred[0] if out is tuple else pred
@@ -213,14 +192,12 @@ bad = dict(uneven=(torch.ones(5), torch.ones(2,5)), nested=(dict(x=torch.ones(5)
 def test_batches_that_cannot_be_cut(name):
     with pytest.raises(ValueError, match='MicroBatch: .*split=f'): slices(bad[name], 2)
 
-@pytest.mark.parametrize('kwargs,msg', [
-    (dict(bs=0), 'bs must be an int of at least 1'), (dict(bs=2.5), 'bs must be'), (dict(bs=True), 'bs must be'),
-                                        (dict(bs='big'), "or 'auto', got 'big'"),
-    (dict(coupled=1), 'coupled must be True or False, got 1'), (dict(valid=None), 'valid must be'),
-                                        (dict(split=3), 'split must be a function'),
-    (dict(weight=3), 'weight must be a function')])
-def test_bad_arguments(kwargs, msg):
-    with pytest.raises(ValueError, match=f'MicroBatch: .*{re.escape(msg)}'): MicroBatch(**{**dict(bs=8), **kwargs})
+def test_bad_arguments_of_micro_batch():
+    for kw,msg in [(dict(bs=0), 'bs must be an int of at least 1'), (dict(bs=2.5), 'bs must be'),
+                   (dict(bs=True), 'bs must be'), (dict(bs='big'), "or 'auto', got 'big'"),
+                   (dict(coupled=1), 'coupled must be True or False, got 1'), (dict(valid=None), 'valid must be'),
+                   (dict(split=3), 'split must be a function'), (dict(weight=3), 'weight must be a function')]:
+        with pytest.raises(ValueError, match=f'MicroBatch: .*{re.escape(msg)}'): MicroBatch(**{**dict(bs=8), **kw})
 
 bad_splits = dict(
     loses      = lambda b, bs: [(b[0][:bs],b[1][:bs])],
@@ -230,8 +207,7 @@ bad_splits = dict(
     transposed = lambda b, bs: [o.split(bs) for o in b],
     dict       = lambda b, bs: dict(x=b),
     tensor     = lambda b, bs: [b[0]])
-@modes
-@pytest.mark.parametrize('name', bad_splits)
+@drawn(7, coupled=[False,True], name=bad_splits)
 def test_bad_splits(coupled, name):
     with pytest.raises(ValueError, match='MicroBatch: split must return'):
         train(MicroBatch(8, coupled=coupled, split=bad_splits[name]), n=64)
@@ -267,7 +243,7 @@ def test_packed_texts(coupled):
     assert rel(a.get_preds(dl=test)[0], b.get_preds(dl=test)[0])[0]<=TOL
 
 @modes
-def test_lr_find(coupled, tmp_path):
+def test_lr_find_in_slices(coupled, tmp_path):
     def find(learn):
         learn.path = tmp_path
         learn.lr_find(num_it=15, stop_div=False, show_plot=False)
@@ -281,23 +257,7 @@ class Sizes(nn.Module):
     def __init__(self, out=3): super().__init__(); self.m = small_model()
     def forward(self, x): self.sizes.append((self.training,len(x))); return self.m(x)
 
-@modes
-def test_validation_in_slices(coupled):
-    "The model never sees more than a slice; loss and metrics see whole batches"
-    seen = []
-    def metric(p, y): seen.append(len(y)); return rmse(p, y)   # no mean of those of slices
-    kwargs = dict(metrics=metric, model=Sizes, **one_group)
-    cut = partial(MicroBatch, 5, coupled=coupled)
-    a,b,c = (train(o, **kwargs) for o in (cut(),None,cut(valid=False)))
-    assert_same(a, b)
-    assert_same(c, b)
-    assert max(n for t,n in c.model.sizes if not t)==16 and max(n for t,n in c.model.sizes if t)==5
-    assert max(n for _,n in a.model.sizes)==5 and set(seen)=={16,8}
-    for x,y in zip(a.get_preds(with_loss=True), b.get_preds(with_loss=True)): assert rel(x, y)[0]<=TOL
-    assert rel(a.validate(), b.validate())[0]<=TOL
-    assert max(n for _,n in a.model.sizes)==5
-
-def test_validation_in_the_middle_of_an_epoch():
+def test_validation_in_the_middle_of_an_epoch_in_slices():
     """The loops are nested, and the outer one goes on with slices; fastai's `validate` leaves the learner in
     validation, and counts anew"""
     class Middle(Callback):
@@ -314,22 +274,16 @@ def test_validation_in_the_middle_of_an_epoch():
 others = dict(clip=lambda: GradientClip(.1),
               scaler=lambda: OnCpu(init_scale=2.**10, growth_interval=2),
               metrics=lambda: None, freeze=lambda: BnFreeze(), skip_first=lambda: SkipToEpoch(1))
-@modes
-@pytest.mark.parametrize('name', others)
+@drawn(5, coupled=[False,True], name=others)
 def test_beside_others(coupled, name):
     kwargs = dict(metrics=accuracy) if name=='metrics' else {}
     a,b = train([MicroBatch(5, coupled=coupled),*L(others[name]())], **kwargs),train(L(others[name]()), **kwargs)
     assert_same(a, b)
 
 @modes
-def test_metrics_over_the_training_set(coupled):
-    def fit(learn): learn.recorder.train_metrics = True; cycle(learn)
-    assert_same(train(MicroBatch(5, coupled=coupled), metrics=accuracy, fit=fit), train(metrics=accuracy, fit=fit))
-
-@modes
 def test_sums_in_another_dtype(coupled):
-    "`GradAccumDtype` and `SkipNonFinite` find the windows, whatever the order of the callbacks"
-    assert_same(train([GradAccumDtype(torch.float64),SkipNonFinite(),MicroBatch(5, coupled=coupled)]), train())
+    "`GradAccumDtype` finds the windows, whatever the order of the callbacks"
+    assert_same(train([GradAccumDtype(torch.float64),MicroBatch(5, coupled=coupled)]), train())
 
 def test_the_size():
     "A number of NumPy is one; more than the loader's batches have is not what was meant"
@@ -340,7 +294,7 @@ def test_the_size():
 class StackedCE(nn.CrossEntropyLoss): y_int = True   # as fastai's: MixUp mixes losses, not targets
 
 @pytest.mark.parametrize('mix', [MixUp,CutMix])
-def test_mixup(mix, monkeypatch):
+def test_mixup_in_slices(mix, monkeypatch):
     "With `coupled=True`, MixUp draws as without slices. Otherwise it draws within each slice, and still trains"
     def images(n, bs, drop_last):
         return make_dls(n, bs, x=features(80, 16).view(80,1,4,4), y=classes(80), drop_last=drop_last)
@@ -353,36 +307,6 @@ def test_mixup(mix, monkeypatch):
     assert_same(a, b)
     assert len(c.spy.steps)==len(b.spy.steps) and 0<rel(c.recorder.losses, b.recorder.losses)[0]<1
 
-class Stop(Callback):
-    "Raise an error, or Ctrl-C, in a slice"
-    run_valid = False
-    def __init__(self, event, err, at=3): self.err,self.at = err,at; setattr(self, event, self._stop)
-    def before_fit(self): self.k = 0
-    def _stop(self):
-        self.k += 1
-        if self.k==self.at: raise self.err
-
-@modes
-@pytest.mark.parametrize('err', [ValueError('no'),KeyboardInterrupt(),CancelEpochException(),CancelTrainException(),
-                                 CancelFitException()], ids=lambda e: type(e).__name__)
-@pytest.mark.parametrize('event', ['before_batch','after_pred','after_loss','after_backward','after_batch'])
-def test_nothing_is_left(coupled, err, event):
-    "However a fit ends, the next fit is that of a learner that was never interrupted"
-    stop = Stop(event, err)
-    def fit(learn):
-        before = [p.detach().clone() for p in learn.model.parameters()]
-        with learn.added_cbs(stop):
-            try: learn.fit(1, .02)
-            except (ValueError,KeyboardInterrupt): pass
-        assert not {'one_batch','_with_events'} & set(vars(learn)) and 'forward' not in vars(learn.model)
-        with torch.no_grad():
-            for p,q in zip(learn.model.parameters(), before): p.copy_(q)
-        learn.create_opt(); learn.spy.steps = []
-        random.seed(0); learn.dls.train.rng.seed(1)
-        cycle(learn)
-    def clean(learn): random.seed(0); learn.dls.train.rng.seed(1); cycle(learn)
-    assert_same(train(MicroBatch(5, coupled=coupled), fit=fit), train(fit=clean))
-
 def test_gradients_of_a_slice():
     """Each gradient is a share of the mean over the batch, so no sum can overflow if the gradient of the whole batch
     does not"""
@@ -390,7 +314,7 @@ def test_gradients_of_a_slice():
     def note(cb):
         if cb.accumulate_step.window.n_micro==1: grads.append(cb.model[0].weight.grad.clone())
     learn = train([MicroBatch(8),AccumulateStep(2),Callback(after_backward=note)], n=64, fit=lambda l: l.fit(1))
-    assert rel(grads[0]*8, grads_of_first(8))[0]<=TOL
+    close(grads[0]*8, grads_of_first(8))
 
 def grads_of_first(n):
     "The gradient of the mean over the first `n` samples that `train` draws"
@@ -440,12 +364,11 @@ class Small(Noisy):
         if full and out.requires_grad: out.register_hook(self.raise_)
         return out
 
-@modes
-@pytest.mark.parametrize('where', ['forward','backward'])
-@pytest.mark.parametrize('n_step,bs,limit', [(1,32,8),(1,30,7),(4,8,2),(3,8,5)])
-@pytest.mark.parametrize('scaler', [False,True])
-def test_auto(coupled, where, n_step, bs, limit, scaler):
+@drawn(8, coupled=[False,True], where=['forward','backward'], how=[(1,32,8),(1,30,7),(4,8,2),(3,8,5)],
+       scaler=[False,True])
+def test_auto(coupled, where, how, scaler):
     "Bit for bit the run that uses the right size from the beginning"
+    n_step,bs,limit = how
     found = bs
     while found>limit: found = -(-found//2)
     more = lambda: [AccumulateStep(n_step)] + [OnCpu(init_scale=2.**10, growth_interval=2)]*scaler
@@ -455,6 +378,7 @@ def test_auto(coupled, where, n_step, bs, limit, scaler):
     b = train([MicroBatch(found, coupled=coupled),*more()], model=Noisy, **kwargs)
     assert_same(a, b, tol=0)
     assert a.accumulate_step.counts==b.accumulate_step.counts
+    is_clean(a)
     assert n_autocast()==0 and max(a.model.sizes[-5:])<=found
 
 weighted = lambda: nn.CrossEntropyLoss(weight=tensor([1.,10.,3.]).double())
@@ -564,8 +488,7 @@ def test_auto_below_one():
     with pytest.raises(RuntimeError, match='MicroBatch: memory .*even with one sample at a time'):
         train(MicroBatch(), model=Never, **one_group)
 
-@modes
-@pytest.mark.parametrize('where', ['forward','backward'])
+@drawn(2, coupled=[False,True], where=['forward','backward'])
 def test_auto_lets_other_errors_through(coupled, where):
     err = RuntimeError('mat1 and mat2 shapes cannot be multiplied')
     learn = make_learner(make_dls(64, 32), Small(8, where, err), cbs=MicroBatch('auto', coupled=coupled), **one_group)
@@ -633,8 +556,7 @@ def language_model(p=0.):
     torch.manual_seed(0)
     return get_language_model(AWD_LSTM, 20, config).double()
 
-@modes
-@pytest.mark.parametrize('cb', [dict(bs=4),dict(bs=5),dict(bs=5, n_step=2)], ids=str)
+@drawn(3, coupled=[False,True], cb=[dict(bs=4),dict(bs=5),dict(bs=5, n_step=2)])
 def test_a_model_with_a_state(coupled, cb):
     "Each slice goes on with the state of its own rows"
     from fastai.callback.rnn import rnn_cbs
@@ -944,8 +866,7 @@ def kept(cb):
     cb.learn.seen = getattr(cb.learn, 'seen', [])+[[cb.training, m.bs, list(m.shape), list(m.both), m.four,
                                                     m.h.tolist(), m.penalty.item()]]
 
-@pytest.mark.parametrize('bs', [5,4])
-@pytest.mark.parametrize('kw', [dict(coupled=True), dict(exact=True)], ids=str)
+@drawn(2, bs=[5,4], kw=[dict(coupled=True), dict(exact=True)])
 def test_what_the_model_keeps(kw, bs):
     "It is that of the batch, whether slices are equally large or not"
     a,b = (train([*cbs,Callback(after_pred=kept)], n=72, model=Keeps, **one_group)
@@ -1050,9 +971,7 @@ def with_norm():
     m.insert(1, nn.BatchNorm1d(5).double())
     return m
 
-@pytest.mark.parametrize('kw', [dict(create_graph=True), dict(retain_graph=True)], ids=str)
-@pytest.mark.parametrize('model', [small_model,with_norm])
-@pytest.mark.parametrize('way', ['coupled','exact'])
+@drawn(5, kw=[dict(create_graph=True), dict(retain_graph=True)], model=[small_model,with_norm], way=['coupled','exact'])
 def test_gradient_penalties(kw, model, way):
     "They are exact; only two backward passes through exact batch norms are refused"
     def run(of, *cbs): return train([Penalty(of, **kw), *cbs], model=model, **one_group)

@@ -1,5 +1,5 @@
-"Unusual targets, samplers, losses, loaders and models, each against the large batch"
-import pytest,threading
+"Unusual inputs, targets, samplers, losses, loaders and models, each against the large batch"
+import pytest
 from dataclasses import dataclass
 from functools import partial
 from torch.utils.data import BatchSampler,TensorDataset,WeightedRandomSampler
@@ -7,8 +7,6 @@ from torch.utils.data import DataLoader as TorchLoader
 from harness import *
 from fastai_accum.loss import *
 from fastai_accum.microbatch import *
-from fastai_accum.patch import *
-from fastai_accum.patch import accumulation_settings
 
 one_group = dict(splitter=trainable_params)
 def learner(dls, cbs=None, model=None, **kwargs): return make_learner(dls, model, cbs=cbs, **{**one_group, **kwargs})
@@ -35,9 +33,7 @@ def ids_loss(pred, ys): return F.cross_entropy(pred, tensor([int(o) for o in ys]
 def object_loss(pred, y): return F.cross_entropy(pred, y.y)
 kinds = dict(dicts=(of_dicts,detection_loss), ids=(of_ids,ids_loss), object=(of_object,object_loss))
 
-@pytest.mark.parametrize('n', [96,76])
-@pytest.mark.parametrize('how', [dict(n_step=4),dict(n_samples=32)], ids=str)
-@pytest.mark.parametrize('kind', kinds)
+@drawn(4, n=[96,76], how=[dict(n_step=4),dict(n_samples=32)], kind=kinds)
 def test_targets_without_rows(kind, how, n):
     make,loss = kinds[kind]
     a,b = (learner(prebatched(make, n, bs), cb, loss_func=loss, opt_func=SGD)
@@ -55,7 +51,7 @@ def test_split_targets_without_rows(coupled):
     for l in (a,b): l.fit(2)
     assert_same(a, b)
 
-def test_counting_samples():
+def test_count_samples():
     x,b5 = torch.ones(5,3,8,8),[dict(boxes=torch.ones(2,4))]*5
     assert count_samples((b5,), (x,))==5 and count_samples((b5,), ([torch.ones(3,4,4)]*5,))==5
     assert count_samples(((torch.ones(5),torch.ones(5,2)),), (x,))==5
@@ -69,8 +65,7 @@ def test_counting_samples():
 
 def pcts(learn): return [s['pct_train'] for s in learn.spy.steps]
 
-@pytest.mark.parametrize('m', [40,64,200])
-@pytest.mark.parametrize('drop_last', [False,True])
+@drawn(3, m=[40,64,200], drop_last=[False,True])
 def test_a_sampler_of_another_size(m, drop_last):
     "A sampler of PyTorch that draws `m` of 76 samples"
     def dls(bs):
@@ -144,8 +139,7 @@ def skip(cb): raise CancelValidException
 
 # Losses that callbacks edit
 
-@pytest.mark.parametrize('edit', ['replaced','penalty'])
-@pytest.mark.parametrize('event', ['after_loss','before_backward'])
+@drawn(3, edit=['replaced','penalty'], event=['after_loss','before_backward'])
 def test_edited_loss(edit, event):
     "The loss is scaled last, so changes of `loss_grad` in `before_backward` count"
     def do(cb):
@@ -257,7 +251,7 @@ def test_subclass_with_several_targets(kind):
     for l in (a,b): l.fit(2)
     assert_same(a, b)
 
-@pytest.mark.parametrize('dtype', [torch.uint8,torch.int8,torch.int16,torch.int32])
+@pytest.mark.parametrize('dtype', [torch.uint8,torch.int16])
 def test_small_integers(dtype):
     "Class weights, and targets that are no `long`"
     class Long(nn.CrossEntropyLoss):
@@ -324,8 +318,7 @@ def test_train_metrics_and_out_of_memory(capsys):
     assert counts==[64] and 'MicroBatch: memory ran out' in capsys.readouterr().out
 counts = []
 
-@pytest.mark.parametrize('last', ['strings','number'])
-@pytest.mark.parametrize('coupled', [False,True])
+@drawn(2, last=['strings','number'], coupled=[False,True])
 def test_inputs_without_rows(last, coupled):
     "Two inputs, of which the last has no rows, and no `n_inp` that says so"
     class Named(nn.Module):
@@ -354,60 +347,6 @@ def test_a_model_with_the_name_of_a_callback():
         for l in (a,b): l.fit(2)
         assert_same(a, b)
 
-def test_threads():
-    "Blocks of two threads: off when the last one has ended"
-    first,second = threading.Event(),threading.Event()
-    def one():
-        with accumulation(2): first.set(); second.wait(10)
-    def two():
-        first.wait(10)
-        with accumulation(4): second.set(); t1.join()
-    t1,t2 = threading.Thread(target=one),threading.Thread(target=two)
-    t1.start(); t2.start(); t2.join()
-    assert accumulation_settings() is None
-
-@pytest.mark.parametrize('kw,match',
-                         [(dict(n_acc=64),r'AccumulateStep\(n_samples=64\)'),
-                          (dict(n_steps=4),r'AccumulateStep\(n_step=4\)'),
-                          (dict(n_micro=4),r'AccumulateStep\(n_step=4\)'),
-                                      (dict(bs=8),r'MicroBatch\(bs=8\)'),
-                          (dict(nonsense=1),"no argument 'nonsense'. The arguments are n_step, n_samples")], ids=str)
-def test_other_names(kw, match):
-    with pytest.raises(TypeError, match=f'AccumulateStep: .*{match}'): AccumulateStep(**kw)
-    with pytest.raises(TypeError, match=match): turn_on_accumulation(**kw) if kw!={'n_step':1} else None
-
-def test_other_names_of_micro_batch():
-    with pytest.raises(TypeError, match=r'MicroBatch: .*AccumulateStep\(n_step=4\)'): MicroBatch(n_step=4)
-
-def test_errors_of_micro_batch():
-    "The errors name only callbacks that the user has added"
-    learn = learner(make_dls(64, 32), MicroBatch(8), loss_func=nn.CrossEntropyLoss(reduction='none'))
-    with pytest.raises(ValueError, match="MicroBatch.*reduction='none'") as e: learn.fit(1)
-    assert 'AccumulateStep' not in str(e.value)
-    learn = learner(make_dls(64, 32), MicroBatch(8, weight=lambda p, y: torch.ones(len(y))))
-    with pytest.raises(ValueError, match='MicroBatch.*weight must return') as e: learn.fit(1)
-    assert 'AccumulateStep' not in str(e.value)
-
-def test_a_loop_of_its_own():
-    "`all_batches` of a subclass is refused"
-    class Mine(Learner):
-        def all_batches(self): super().all_batches()
-    learn = learner(make_dls(64, 8), AccumulateStep(4))
-    learn.__class__ = Mine
-    with pytest.raises(ValueError, match='all_batches.*override one_batch'): learn.fit(1)
-
-def test_counts_after_a_patched_fit():
-    "They can be read, the next fit replaces them, and only `learn.cbs` says whether accumulation is on"
-    learn = learner(make_dls(64, 8))
-    with accumulation(4): learn.fit(1)
-    assert learn.accumulate_step.counts.n_steps==2 and not any(isinstance(o, AccumulateStep) for o in learn.cbs)
-    learn.fit(1)
-    assert len(learn.spy.steps)==2+8
-    with accumulation(2): learn.fit(1)
-    assert learn.accumulate_step.counts.n_steps==4 and deepcopy(learn).accumulate_step is None
-    learn.accumulate(8).fit(1)
-    assert learn.accumulate_step.counts.n_steps==1
-
 def test_shuffled_texts():
     "fastai's loader of texts sorts what it shuffles, and gives its order as an iterator"
     from fastai.text.data import SortedDL
@@ -419,3 +358,51 @@ def test_shuffled_texts():
         learn = learner(DataLoaders(dl, dl), AccumulateStep(**kw))
         learn.fit(2)
         assert learn.accumulate_step.counts.n_steps==10
+
+class Named(nn.Module):
+    "Two inputs, a dictionary of two outputs, and a parameter that is never used"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a,self.b,self.unused = nn.Linear(6,3).double(),nn.Linear(6,1).double(),nn.Linear(6,1).double()
+    def forward(self, x1, x2): return dict(classes=self.a(x1*x2), value=self.b(x1))
+
+@pytest.mark.parametrize('as_tuple', [False, True])
+def test_several_inputs_and_targets(as_tuple):
+    "Two inputs, two targets, predictions in a dictionary or a tuple, gradients that are None"
+    def loss(pred, c, v):
+        pc,pv = pred if as_tuple else (pred['classes'],pred['value'])
+        return F.cross_entropy(pc, c) + F.mse_loss(pv[:,0], v)
+    def train(bs, cb=None):
+        x = features(76)
+        trn = DataLoader(Items(x, (features(76,seed=9), classes(76), features(76,1,seed=8)[:,0])), bs=bs)
+        learn = make_learner(DataLoaders(trn, trn), Named(), loss_func=loss, splitter=trainable_params, cbs=cb)
+        learn.dls.n_inp = 2
+        if as_tuple:
+            learn.add_cb(Callback(after_pred=lambda cb: setattr(cb.learn, 'pred', tuple(cb.learn.pred.values()))))
+        learn.fit_one_cycle(2)
+        return learn
+    a,b = train(8, AccumulateStep(4)),train(32)
+    assert_same(a, b)
+    assert a.model.unused.weight.grad is None
+
+def test_dictionary_of_weight_zero():
+    "The cut reaches predictions in a dictionary"
+    mask = torch.ones(64).double(); mask[8:16] = 0
+    def loss(pred, targ, mask): return (((pred['classes']-targ[:,None])**2).mean(1)*mask).sum()/mask.sum()
+    def train(bs, cb=None):
+        trn = DataLoader(Items(features(64), (features(64,seed=9), features(64,1,seed=8)[:,0], mask)), bs=bs)
+        learn = make_learner(DataLoaders(trn, trn), Named(), loss_func=loss, splitter=trainable_params, cbs=cb)
+        learn.dls.n_inp = 2
+        learn.fit(1)
+        return learn
+    a,b = train(8, AccumulateStep(4, weight=lambda pred,targ,mask: mask.sum())),train(32)
+    assert_same(a, b, but=('values','final_record'))   # the validation loader is the training loader, in other batches
+
+def test_frozen_groups():
+    def train(bs, cb=None):
+        learn = make_learner(make_dls(76, bs), cbs=cb)
+        learn.freeze(); learn.fit_one_cycle(1)
+        learn.unfreeze(); learn.fit_one_cycle(2, slice(1e-3,1e-2))
+        return learn
+    assert_same(train(8, AccumulateStep(4)), train(32))
