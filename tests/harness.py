@@ -4,7 +4,7 @@ Everything is float64, with plain `torch.nn` losses: fastai's flattened losses r
 floor of 1e-8 under any comparison. `TOL` is a relative error. Sums of the same numbers in another order differ by a
 few units in the last place (2e-16); the bound leaves three digits for optimizers that divide by small numbers."""
 from functools import partialmethod
-import pytest
+import inspect,pytest
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai_accum.core import *
@@ -31,13 +31,32 @@ def sample(cases, n):
     assert len(res)<=n, f'{len(res)} cases are needed for each value to occur, more than {n}'
     return res
 
-def drawn(n, **columns):
+def drawn(n, /, **columns):
     "Call a test with `n` of the combinations of `columns`, each value at least once; with `SWEEP=1`, with all"
     names = [{i:getattr(o, '__name__', str(o)) for i,o in enumerate(c)} for c in columns.values()]
     values = [list(c) for c in columns.values()]
     cases = sample(itertools.product(*names), n)
     return pytest.mark.parametrize(','.join(columns), [pytest.param(*[v[i] for v,i in zip(values, c)],
         id='-'.join(nm[i] for nm,i in zip(names, c))) for c in cases])
+
+def seed_all(): random.seed(0); np.random.seed(0); torch.manual_seed(0)
+
+def each(**columns):
+    "One test that tries every combination of `columns`; an error says with which"
+    def wrap(f):
+        sig = inspect.signature(f)
+        def test(**fixtures):
+            for c in itertools.product(*columns.values()):
+                seed_all()
+                try: f(**fixtures, **dict(zip(columns, c)))
+                except BaseException as e:
+                    e.add_note(f'with {dict(zip(columns, c))}')
+                    raise
+        test.__signature__ = sig.replace(parameters=[p for k,p in sig.parameters.items() if k not in columns])
+        test.__name__,test.__doc__,test.__module__ = f.__name__,f.__doc__,f.__module__
+        test.pytestmark = getattr(f, 'pytestmark', [])
+        return test
+    return wrap
 
 class AvgSmoothLoss64(AvgSmoothLoss):
     "`AvgSmoothLoss` starts from a float32 zero, which float64 losses cannot be mixed with"

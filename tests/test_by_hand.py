@@ -8,7 +8,7 @@ cbs = dict(acc=lambda: AccumulateStep(4), micro=lambda: MicroBatch(3), coupled=l
 
 class StackedCE(nn.CrossEntropyLoss): y_int = True   # as fastai's: MixUp mixes losses, not targets
 
-@pytest.mark.parametrize('name', cbs)
+@each(name=cbs)
 def test_events_by_hand(name):
     def images(bs): return make_dls(64, bs, x=features(64, 16).view(64,1,4,4), y=classes(64), shuffle=False)
     def model(): return nn.Sequential(nn.Flatten(), small_model(16))

@@ -167,7 +167,7 @@ def test_repr():
     assert repr(AccumulateStep(n_samples=64, drop_last=True))=='AccumulateStep(n_samples=64, drop_last=True)'
     assert repr(MicroBatch(8, coupled=True))=='MicroBatch(bs=8, coupled=True)'
 
-@pytest.mark.parametrize('cb', [AccumulateStep, MicroBatch])
+@each(cb=[AccumulateStep, MicroBatch])
 def test_no_loader(cb):
     "An empty loader: the error says so, and speaks of the callback that was given"
     empty = DataLoader(Items(features(4), classes(4)), bs=8, drop_last=True)
@@ -211,7 +211,7 @@ def test_a_subclass_of_fastais():
     class Own(GradientAccumulation): pass
     refused(make_learner(make_dls(64, 8), cbs=[Own(32), AccumulateStep(4)]), 'remove_cb.GradientAccumulation')
 
-@pytest.mark.parametrize('k', ['average','reduction'])
+@each(k=['average','reduction'])
 def test_a_loss_that_sums(k):
     "The error names the line, and the line is right"
     with pytest.raises(TypeError, match='loss.reduction=.sum.'): MicroBatch(8, **{k:False})
@@ -247,7 +247,7 @@ class Reads(Callback):
     def after_fit(self):
         for h in self.hooks: h.remove()
 
-@pytest.mark.parametrize('also', [list, GradAccumDtype])
+@each(also=[list, GradAccumDtype])
 def test_what_only_takes_or_reads_gradients(also):
     learn,_ = same(lambda: [AccumulateStep(4), *L(also())], also=Reads)
     assert learn.reads.norms

@@ -29,7 +29,7 @@ def test_every_event(case, fit, tmp_path):
     close([o[-2:] for o in a.seen], [o[-2:] for o in b.seen])
     if fit!='lr_find': assert_same(a, b)
 
-@pytest.mark.parametrize('order', [-math.inf, 0, 1000])
+@each(order=[-math.inf, 0, 1000])
 def test_before_step(order):
     "`before_step` sees finished gradients and the mean loss of the window, at any order, and may change them"
     class Look(Callback):
@@ -76,7 +76,7 @@ class OnTheInstance(Gathers):
     each_micro_batch = False
     def __init__(self): self.each_micro_batch = True
 
-@pytest.mark.parametrize('case', ['kept','micro','both'])
+@each(case=['kept','micro','both'])
 def test_each_micro_batch(case):
     "What gathers predictions, data or activations sees all of them; it says so in its class, or in the instance"
     a,b = pair(**cases[case], also=[Gathers, OnTheInstance, lambda: ActivationStats(modules=None)],
@@ -85,7 +85,7 @@ def test_each_micro_batch(case):
     for l in (a,b): close(l.on_the_instance.seen, l.gathers.seen, 0)
     assert len(a.gathers.seen)>len(b.gathers.seen) and not any(m._forward_hooks for m in a.model.modules())
 
-@pytest.mark.parametrize('exc', [CancelBatchException, CancelStepException])
+@each(exc=[CancelBatchException, CancelStepException])
 def test_cancelled_window(exc):
     """`CancelBatchException` after the backward pass leaves its window out, `CancelStepException` skips its step: the
     window is over, and its gradients are gone"""
@@ -142,7 +142,7 @@ def test_only_fastais_bar_is_counted_for(monkeypatch):
     with accumulation(4): learn = make_learner(make_dls(76, 8), named()); learn.fit(1)
     assert len(learn.spy.steps)==3
 
-@pytest.mark.parametrize('name', ['run','run_train'])
+@each(name=['run','run_train'])
 def test_switched_off(name):
     "As fastai's own callbacks: `run` for one fit, `run_train` in training"
     off = dict(acc=lambda: AccumulateStep(4), micro=lambda: MicroBatch(3), coupled=lambda: MicroBatch(3, coupled=True))
@@ -170,7 +170,7 @@ class Unlabelled(DataLoader):
     "Every batch, or every one but the first, has no targets"
     def __iter__(self): return ((b[0],) if i>=self.first else b for i,b in enumerate(super().__iter__()))
 
-@pytest.mark.parametrize('first', [0,1])
+@each(first=[0,1])
 def test_batches_without_targets(first):
     "They make no step, and have their `after_batch`, as in plain fastai"
     class Count(Callback):
@@ -285,7 +285,7 @@ class Own(Learner):
     def _backward(self): self.calls.append('_backward'); (self.loss_grad*2).backward()
     def _step(self): self.calls.append('_step'); super()._step()
 
-@pytest.mark.parametrize('how', ['class','instance'])
+@each(how=['class','instance'])
 def test_what_users_override(how):
     "Subclasses and methods put on the learner are used for each micro-batch, and the step once a window"
     def train(bs, cbs):
@@ -307,7 +307,7 @@ def test_what_users_override(how):
     count = lambda l: [l.calls.count(k)-(n_valid if 'one' in k else 0) for k in ('one_batch','_backward','_step')]
     assert count(a)==[20,20,6] and count(b)==[6,6,6]
 
-@pytest.mark.parametrize('when', ['after_batch','before_validate'])
+@each(when=['after_batch','before_validate'])
 def test_saved_in_the_middle(when, tmp_path):
     "A learner that is exported, pickled or copied while it trains: what is replaced leaves itself out"
     import pickle
@@ -323,7 +323,7 @@ def test_saved_in_the_middle(when, tmp_path):
     other.fit(1)
     assert len(other.spy.steps)==2
 
-@pytest.mark.parametrize('event', ['before_batch','after_batch','before_train','after_epoch'])
+@each(event=['before_batch','after_batch','before_train','after_epoch'])
 def test_added_when_a_fit_has_begun(event):
     "From the next loop over batches on"
     def add(cb):
@@ -343,7 +343,7 @@ class Once(Callback):
     def before_fit(self): self.done = False
     def _set(self):
         if not self.done and self.train_iter==2: self.opt.set_hyper('lr', 1e-3); self.done = True
-@pytest.mark.parametrize('event', ['before_batch','after_loss','before_step','after_batch'])
+@each(event=['before_batch','after_loss','before_step','after_batch'])
 def test_a_rate_that_is_set_once(event):
     _,b = same(**cases['kept'], also=lambda: Once(event), fit=lambda l: l.fit(2))
     assert b.opt.hypers[-1]['lr']==1e-3
@@ -439,7 +439,7 @@ def test_a_slice_that_is_left_out():
     n = learn.accumulate_step.counts
     assert (n.n_stepped,n.n_thrown,n.n_steps)==(92,4,4)   # 28 in the first window, then 24, 24 and 16
 
-@pytest.mark.parametrize('kw', [{}, dict(coupled=True), dict(exact=True)], ids=str)
+@each(kw=[{}, dict(coupled=True), dict(exact=True)])
 def test_hooks_into_modules(kw):
     "The training is exact. Plain slices have an entry each; else it is that of the first slice, which runs again last"
     def run(bs, *cbs):

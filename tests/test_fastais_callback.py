@@ -70,7 +70,7 @@ thens = dict(
     reset_opt = lambda l: l.fit(1, reset_opt=True),
     lr_find   = lambda l: l.lr_find(num_it=8, show_plot=False, suggest_funcs=None),
 )
-@pytest.mark.parametrize('then', thens)
+@each(then=thens)
 def test_nothing_is_left_over(then, tmp_path):
     def go(l): l.path = tmp_path; thens[then](l)
     assert grad_error(*left_over(theirs(64), go)) == KNOWN(.3205)

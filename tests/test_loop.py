@@ -12,7 +12,7 @@ class Augmented(Items):
         x,*y = super().__getitem__(i)
         return (x+.3*random.random(),*y)
 
-@pytest.mark.parametrize('window', [dict(n_step=4), dict(n_samples=32)], ids=str)
+@each(window=[dict(n_step=4), dict(n_samples=32)])
 def test_a_dropped_tail_is_drawn(window):
     "It is drawn and thrown away without being run, because the loader of the large batch draws these items too"
     runs = []
@@ -48,7 +48,7 @@ def test_samples_are_counted_as_they_arrive():
     close(*([snapshot(l)[k] for k in ('params','step.grads','losses')] for l in (a,b)))
     assert a.accumulate_step.counts.sizes==[36,24]
 
-@pytest.mark.parametrize('cb', [AccumulateStep(4), MicroBatch(3)], ids=str)
+@each(cb=[AccumulateStep(4), MicroBatch(3)])
 def test_a_cancelled_backward_pass(cb):
     "A callback that goes backward by itself and cancels fastai's pass gets an error that names it"
     def backward(cb): cb.learn.loss_grad.backward(); raise CancelBackwardException
@@ -107,7 +107,7 @@ def test_a_cancelled_step_is_not_counted():
     n = a.accumulate_step.counts
     assert (n.n_steps,n.n_stepped,n.n_thrown,n.sizes)==(5,120,32,[32,0,12,32,32,12]) and a.train_iter==6
 
-@pytest.mark.parametrize('how', ['callback','patch'])
+@each(how=['callback','patch'])
 def test_lr_find_with_a_schedule(how, tmp_path):
     "On a fresh learner, which has no `epoch` yet; all windows are those of the schedule's beginning"
     window = dict(n_step=lambda pct: 4 if pct<.1 else 2)
@@ -182,7 +182,7 @@ def test_one_of_two_removed(which, event, coupled):
     is_clean(learn)
     assert len(learn.spy.steps)>=6 and learn.recorder.values[1][0]<2
 
-@pytest.mark.parametrize('cls', [AccumulateStep,MicroBatch])
+@each(cls=[AccumulateStep,MicroBatch])
 def test_one_instance_in_two_learners(cls):
     "As when `cbs` is shared by folds: the first one, which has lost it, raises when it trains"
     cb = cls(4)
@@ -217,7 +217,7 @@ def test_dropped_tail():
     assert learn.accumulate_step.counts==Counts(8, 76, [32,32])
     assert learn.pct_train==1.
 
-@pytest.mark.parametrize('keep', [True, False])
+@each(keep=[True, False])
 def test_drop_last_decides(keep):
     "`drop_last` against the loader's own: a large loader over the same samples"
     n = 116
@@ -228,7 +228,7 @@ def test_drop_last_decides(keep):
     for l in (a,b): l.fit_one_cycle(2)
     assert_same(a, b)
 
-@pytest.mark.parametrize('cb', [AccumulateStep(4), AccumulateStep(4, drop_last=True), MicroBatch(3)], ids=str)
+@each(cb=[AccumulateStep(4), AccumulateStep(4, drop_last=True), MicroBatch(3)])
 def test_progress_moves_at_each_micro_batch(cb, monkeypatch):
     "The bar counts the batches of the loader; those of a dropped tail are not run"
     import fastai.callback.progress as fap
@@ -358,7 +358,7 @@ class LoseItem(Items):
         if i==44 and self.fail: self.fail = False; raise self.exc
         return super().__getitem__(i)
 
-@pytest.mark.parametrize('exc', [OSError('truncated'), KeyboardInterrupt()], ids=['error','ctrl_c'])
+@each(exc=[OSError('truncated'), KeyboardInterrupt()])
 def test_export_after_the_loader_failed(exc, tmp_path):
     "What is left after the loader has failed does not reach an exported, copied or going-on learner"
     ds = LoseItem(features(76), classes(76)); ds.fail,ds.exc = True,exc
@@ -403,7 +403,7 @@ def test_changed_during_a_fit():
     assert rel(snapshot(a)['params'], snapshot(b)['params'])[0]<=TOL
     assert len(a.spy.steps)==10+3
 
-@pytest.mark.parametrize('at', [2,3,4])
+@each(at=[2,3,4])
 def test_validation_in_the_middle_of_a_window(at):
     """Wherever it is, the window keeps its gradients; fastai's `validate` leaves the learner in validation, and
     counts steps anew"""
@@ -427,7 +427,7 @@ class WandbCallback(Callback):
     def after_batch(self):
         if self.training: self.axis.append(self.axis[-1]+1/self.n_iter)
 
-@pytest.mark.parametrize('kw', [dict(), dict(skip=range(68,76))], ids=['boundary','after_train'])
+@each(kw=[dict(), dict(skip=range(68,76))])
 def test_axis_of_wandb(kw):
     "An epoch is 1, also where the loader is shorter than its length and its tail is closed in `after_train`"
     learn = make_learner(make_dls(76, 8, shuffle=False, **kw), cbs=[AccumulateStep(4), WandbCallback()])

@@ -172,7 +172,7 @@ empty = dict(
                (real(N,3),torch.zeros(N).double())),
 )
 
-@pytest.mark.parametrize('name', empty)
+@each(name=empty)
 def test_window_of_weight_zero(name):
     "A whole window of weight 0 makes no step, and the one after it is that of the large batch from there"
     loss,y = empty[name]
@@ -203,8 +203,8 @@ class PairMix(MixHandler):
         self.yb1,x1 = tuple(o[i] for o in self.yb),self.x[i]
         self.learn.xb = (torch.lerp(x1, self.x, .7),)
 
-@pytest.mark.parametrize('loss', [nn.CrossEntropyLoss(weight=W), nn.CrossEntropyLoss(), FocalLoss(weight=W),
-                                  LabelSmoothingCrossEntropy()], ids=str)
+@each(loss=[nn.CrossEntropyLoss(weight=W), nn.CrossEntropyLoss(), FocalLoss(weight=W),
+                                  LabelSmoothingCrossEntropy()])
 def test_mixup_of_losses(loss):
     "Under MixUp a weighted cross-entropy divides by the samples"
     loss.y_int = True
@@ -283,7 +283,7 @@ def test_a_window_without_positives():
     none = torch.zeros(N,3).double()
     same(lambda: AccumulateStep(16, weight=both(1.)), bs=2, y=none, loss_func=per_positive(1.))
 
-@pytest.mark.parametrize('k', ways)
+@each(k=ways)
 def test_one_warning_where_a_loss_is_left_out(k):
     bs,way = ways[k]
     cb = way(lambda pred,targ: targ.sum())
@@ -292,7 +292,7 @@ def test_one_warning_where_a_loss_is_left_out(k):
         with pytest.warns(UserWarning, match='weight 0.*coupled=True') as said: learn.fit(2)
         assert sum('weight 0' in str(o.message) for o in said)==1
 
-@pytest.mark.parametrize('y', [void(), torch.full((N,), -100)], ids=['some','all'])
+@each(y=[void(), torch.full((N,), -100)])
 def test_no_warning_where_targets_are_ignored(y, recwarn):
     make_learner(make_dls(N, 2, y), cbs=AccumulateStep(16)).fit(1)
     assert not [o for o in recwarn if 'weight 0' in str(o.message)]

@@ -87,7 +87,7 @@ def is_as_before(learn, old, loss, state, how):
 @pytest.mark.filterwarnings('ignore:AccumulateStep.*a window of 8 micro-batches is more')
 def test_curve(nm, how, tmp_path): curve(nm, how, tmp_path)
 
-@pytest.mark.parametrize('how', ['callback','patch'])
+@each(how=['callback','patch'])
 def test_in_the_middle_of_training(how, tmp_path):
     """Optimizer state and running statistics of batch norm come back, rates as in plain training; what follows is
     what would have followed without the search"""

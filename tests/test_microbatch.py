@@ -4,7 +4,7 @@ from weakref import WeakKeyDictionary
 from harness import *
 from fastai_accum.patch import *
 
-modes = pytest.mark.parametrize('coupled', [False,True], ids=['plain','coupled'])
+modes = each(coupled=[False,True])
 one_group = dict(splitter=trainable_params)
 def whole(cbs, n=76, bs=32, **kwargs): return same(cbs, bs, bs, n, **{**one_group, **kwargs})
 
@@ -87,7 +87,7 @@ def test_batches_of_strings(coupled):
     close(a.validate(), b.validate())
     assert max(logs[a.model])<=6 and max(logs[b.model])==32   # the proof's batches have up to 6
 
-@pytest.mark.parametrize('cb', [lambda: MicroBatch(8), MicroBatch, lambda: MicroBatch(8, coupled=True)])
+@each(cb=[lambda: MicroBatch(8), MicroBatch, lambda: MicroBatch(8, coupled=True)])
 def test_compiled_in_place(cb):
     def compiled(): m = small_model(); m.compile(backend='eager'); return m
     whole(cb, model=compiled)
@@ -155,7 +155,7 @@ class Embeds(AllPairs):
 
 def own_pair(logits): return F.cross_entropy(logits, torch.arange(len(logits)))
 
-@pytest.mark.parametrize('kw', [{}, dict(coupled=True), dict(exact=True)], ids=str)
+@each(kw=[{}, dict(coupled=True), dict(exact=True)])
 def test_logits_of_all_pairs(kw):
     "They cannot be joined, and the error says what to do; this is right"
     learn = make_learner(make_dls(64, 32), AllPairs(), lambda p, y: own_pair(p['logits']), cbs=MicroBatch(5, **kw),

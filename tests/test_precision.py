@@ -4,9 +4,6 @@ import pickle,sys
 from harness import *
 from fastai_accum.extras.precision import *
 from fastai_accum.patch import *
-from common import peak_bytes
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]/'benchmarks'))
 
 class Low(Callback):
     "Inputs in the dtype of the model, and predictions in float64, so that the loss is exact"
@@ -48,7 +45,7 @@ def test_two_units_in_the_last_place(dtype, micro, loss):
     assert error([GradAccumDtype()]) <= 2
     if micro==1: assert error([]) > 2   # what it is for
 
-@pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
+@each(dtype=[torch.float16,torch.bfloat16])
 def test_each_gradient_is_freed(dtype):
     """No low-precision gradient is there when the next micro-batch begins, and when one is added the ones before are
     gone"""
@@ -62,7 +59,8 @@ def test_each_gradient_is_freed(dtype):
     assert len(left)==12 and all(all(o) for o in left)
     assert all(g.dtype==dtype for s in learn.spy.steps for g in s['grads'])
 
-@drawn(3, cbs=[list, lambda: [GradientClip(.01)]], kw=[dict(n=76), dict(n=76, drop_last=True), dict(n=50, skip={3,4,20})])
+@drawn(3, cbs=[list, lambda: [GradientClip(.01)]],
+       kw=[dict(n=76), dict(n=76, drop_last=True), dict(n=50, skip={3,4,20})])
 def test_exact_where_nothing_is_low(kw, cbs):
     "For parameters in float64 the callback changes nothing"
     def train(bs, cbs):
@@ -206,7 +204,7 @@ class Either(nn.Module):
         self.n += self.training
         return F.embedding(x, self.emb, sparse=self.training and self.n%8 not in self.dense).mean(1).double()
 
-@pytest.mark.parametrize('dense', [[], [0], [1], [2,3], [1,2,3,4,5,6,7,0]], ids=str)
+@each(dense=[[], [0], [1], [2,3], [1,2,3,4,5,6,7,0]])
 def test_sparse_and_dense(dense):
     def train(bs, cbs, dtype=torch.float64):
         x = torch.randint(5, (64,3), generator=torch.Generator().manual_seed(0))
@@ -250,15 +248,17 @@ def test_two():
 
 def test_bad_dtype():
     for v in 32, 'float32', torch.int32, None, torch.float8_e4m3fn:
-        with pytest.raises(ValueError, match='GradAccumDtype: dtype must be a floating dtype such as torch.float32, got'):
+        with pytest.raises(ValueError, match='dtype must be a floating dtype such as torch.float32, got'):
             GradAccumDtype(v)
 
 def test_grad_accum_dtype_needs_accumulate_step():
     with pytest.raises(ValueError, match='GradAccumDtype: the learner has no AccumulateStep'):
         make_learner(make_dls(60, 8), cbs=GradAccumDtype()).fit(1)
 
-def test_peak_memory_of_sums():
+def test_peak_memory_of_sums(monkeypatch):
     "A plain run keeps 2 bytes a parameter for gradients. With sums in float32 it is 4; it would be 6 if both were kept"
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[1]/'benchmarks')
+    from common import peak_bytes
     n,d = 8,256
     def train(cbs):
         torch.manual_seed(0)

@@ -62,10 +62,19 @@ worlds = {2: [k for k in cases if k not in ('breaks','killed','synced_groups','r
 @pytest.fixture(scope='module')
 def results(tmp_path_factory): return started(worlds, tmp_path_factory)
 
-@pytest.mark.parametrize('world,name', [(w,k) for w,ks in worlds.items() for k in ks])
-def test_same_as_one_process(world, name, results, monkeypatch, tmp_path):
+def compare_all(folder, names, world):
+    "Compare all cases, and name all that differ"
+    wrong = {}
+    for nm in names:
+        seed_all()
+        try: compare(folder, nm, world)
+        except AssertionError as e: wrong[nm] = str(e)
+    assert not wrong, wrong
+
+@pytest.mark.parametrize('world', worlds)
+def test_same_as_one_process(world, results, monkeypatch, tmp_path):
     monkeypatch.setenv('SEVERAL_PATH', str(tmp_path))
-    compare(results(world), name, world)
+    compare_all(results(world), worlds[world], world)
 
 def test_every_event_in_processes(results):
     "Callbacks of any order see what they see in one process that trains on the large batches, the loss included"
@@ -101,16 +110,10 @@ def test_messages_of_an_exact_batch(results):
     for several in load(results(2), 'synced_messages', 2):
         assert several['seen']==[dict(all_gather=2*2+1, all_reduce=1)]*8
 
-@pytest.fixture(scope='module')
-def on_devices(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as m:
-        m.setenv('SEVERAL_DEVICES', '1')
-        return started({2:devices}, tmp_path_factory)(2)
-
-@pytest.mark.parametrize('name', devices)
-def test_on_two_devices(name, fakegpu, on_devices):
+def test_on_two_devices(fakegpu, tmp_path_factory, monkeypatch):
     "Each process trains on a simulated accelerator of its own, and one process on the CPU"
-    compare(on_devices, name, 2)
+    monkeypatch.setenv('SEVERAL_DEVICES', '1')
+    compare_all(started({2:devices}, tmp_path_factory)(2), devices, 2)
 
 def test_a_process_that_is_killed(tmp_path):
     "Between two norms: the other one ends, too"

@@ -43,7 +43,7 @@ def test_resume(fit, how, same, tmp_path):
 def keep_best(): return SaveModelCallback(fname='best', with_opt=True)
 def stop_early(): return EarlyStoppingCallback(min_delta=10, patience=2)   # after the third epoch
 
-@pytest.mark.parametrize('make', [keep_best,stop_early])
+@each(make=[keep_best,stop_early])
 def test_trackers(make, tmp_path, capsys):
     """What the trackers of the large batch see, save and load; and training goes on from what was saved as it would
     have without them"""

@@ -65,7 +65,7 @@ def test_as_by_hand(n, f, loss_func):
     matches(ours(n, 8, 3, [AccumulateStep(f),MicroBatch(3)], lr, loss_func), b, rows)
     with accumulation(n_step=f): matches(ours(n, 8, 3, [], lr, loss_func), b, rows)
 
-@pytest.mark.parametrize('n', [96,100])
+@each(n=[96,100])
 def test_samples(n):
     def f(pct): return 8 if pct<.3 else 20 if pct<.7 else 44
     b,rows = by_hand(n, 8, 3, f, cosine, nn.CrossEntropyLoss(), by_samples=True)

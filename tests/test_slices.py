@@ -28,7 +28,7 @@ def train(cbs=(), n=76, bs=32, fit=cycle, model=None, drop_last=False, dls=None,
     fit(learn)
     return learn
 
-modes = pytest.mark.parametrize('coupled', [False,True], ids=['plain','coupled'])
+modes = each(coupled=[False,True])
 
 losses = dict(
     weighted  = lambda: nn.CrossEntropyLoss(weight=tensor([1.,10.,3.]).double()),
@@ -71,7 +71,7 @@ def correlation(p, y):
     a,b = p[:,0]-p[:,0].mean(),y.double()-y.double().mean()
     return 1-(a*b).sum()/(a.norm()*b.norm())
 
-@pytest.mark.parametrize('loss', [info_nce,rmse,dice,hardest_triplet,correlation], ids=lambda f: f.__name__)
+@each(loss=[info_nce,rmse,dice,hardest_triplet,correlation])
 def test_losses_that_tie_samples(loss):
     "Exact if they see all predictions; slice by slice they are other losses"
     whole = train(loss_func=loss)
@@ -188,7 +188,7 @@ def test_texts_as_a_loader_collates_them():
 packed = nn.utils.rnn.pack_sequence([torch.ones(3),torch.ones(2)])
 bad = dict(uneven=(torch.ones(5), torch.ones(2,5)), nested=(dict(x=torch.ones(5), m=torch.ones(3)),), none=('text',),
            packed=(packed,))
-@pytest.mark.parametrize('name', bad)
+@each(name=bad)
 def test_batches_that_cannot_be_cut(name):
     with pytest.raises(ValueError, match='MicroBatch: .*split=f'): slices(bad[name], 2)
 
@@ -207,7 +207,7 @@ bad_splits = dict(
     transposed = lambda b, bs: [o.split(bs) for o in b],
     dict       = lambda b, bs: dict(x=b),
     tensor     = lambda b, bs: [b[0]])
-@drawn(7, coupled=[False,True], name=bad_splits)
+@each(coupled=[False,True], name=bad_splits)
 def test_bad_splits(coupled, name):
     with pytest.raises(ValueError, match='MicroBatch: split must return'):
         train(MicroBatch(8, coupled=coupled, split=bad_splits[name]), n=64)
@@ -293,7 +293,7 @@ def test_the_size():
 
 class StackedCE(nn.CrossEntropyLoss): y_int = True   # as fastai's: MixUp mixes losses, not targets
 
-@pytest.mark.parametrize('mix', [MixUp,CutMix])
+@each(mix=[MixUp,CutMix])
 def test_mixup_in_slices(mix, monkeypatch):
     "With `coupled=True`, MixUp draws as without slices. Otherwise it draws within each slice, and still trains"
     def images(n, bs, drop_last):
@@ -407,8 +407,7 @@ def test_auto_when_memory_runs_out_before_the_model():
 @pytest.mark.skipif(not torch.cuda.is_available(),
                     reason='lets the memory of a GPU run out, and this machine has none; the tests above raise the '
                            'error themselves')
-@modes
-@pytest.mark.parametrize('amp', [False,True])
+@each(coupled=[False,True], amp=[False,True])
 def test_auto_on_a_gpu(coupled, amp):
     "With a fraction of its memory; a batch takes four times as much"
     def model():
@@ -621,9 +620,8 @@ def test_modes_of_the_first_pass():
     assert_same(train([MicroBatch(8, coupled=True),Mode()], model=Noisy, **one_group),
                 train(Mode(), model=InSlices, **one_group))
 
-@pytest.mark.parametrize('preds', [[(torch.ones(2),1.), (torch.ones(1),5.)], [torch.ones(()), torch.zeros(())],
-                                   [torch.ones(2,2), torch.ones(2,2)], [SimpleNamespace(x=1), SimpleNamespace(x=1)]],
-                         ids=['number','mean','rows','object'])
+@each(preds=[[(torch.ones(2),1.), (torch.ones(1),5.)], [torch.ones(()), torch.zeros(())],
+                                   [torch.ones(2,2), torch.ones(2,2)], [SimpleNamespace(x=1), SimpleNamespace(x=1)]])
 def test_predictions_that_cannot_be_joined(preds):
     with pytest.raises(ValueError, match='MicroBatch: .*joined'): join(preds, [2,1])
 
@@ -761,7 +759,7 @@ def test_auto_goes_back_twice_to_what_was_there():
            for bs,m in (('auto',partial(Small, 8)),(8,Noisy)))
     assert_same(a, b, tol=0)
 
-@pytest.mark.parametrize('where', ['train','valid'])
+@each(where=['train','valid'])
 def test_an_error_in_the_loader_leaves_nothing(where):
     class Breaks(Items):
         def __getitem__(self, i):
@@ -836,7 +834,7 @@ def replaced(m, args): return tuple(x*2 for x in args)
 class Calls(Learner):
     def _do_one_batch(self): self.xb = (self.xb[0],); super()._do_one_batch()
 
-@pytest.mark.parametrize('kw', [{}, dict(coupled=True)], ids=str)
+@each(kw=[{}, dict(coupled=True)])
 def test_a_batch_that_is_never_cut(kw):
     "One warning, which says what to do; plain slices are cut by the loop"
     def run(**more):
@@ -907,7 +905,7 @@ def test_the_proof_accepts_what_a_model_keeps(monkeypatch):
     with pytest.raises(ValueError, match=r'model.two.n .*relative error'):
         train(MicroBatch(8, coupled=True), model=Keeps, **one_group)
 
-@pytest.mark.parametrize('kw', [{}, dict(coupled=True), dict(exact=True)], ids=str)
+@each(kw=[{}, dict(coupled=True), dict(exact=True)])
 def test_hooks_that_come_with_the_first_batch(kw):
     "They come once, as with the whole batch"
     class Hooks(nn.Module):

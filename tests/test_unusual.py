@@ -42,7 +42,7 @@ def test_targets_without_rows(kind, how, n):
     assert_same(a, b, but=('hps','step.pct_train'))
     assert a.accumulate_step.counts.n_stepped==2*n
 
-@pytest.mark.parametrize('coupled', [False,True])
+@each(coupled=[False,True])
 def test_split_targets_without_rows(coupled):
     "A right `split=` is not refused"
     def split(b, bs): return [(b[0][i:i+bs],b[1][i:i+bs]) for i in range(0, len(b[0]), bs)]
@@ -76,7 +76,7 @@ def test_a_sampler_of_another_size(m, drop_last):
     for l in (a,b): l.fit_one_cycle(2)
     assert_same(a, b)
 
-@pytest.mark.parametrize('m', [40,64,200])
+@each(m=[40,64,200])
 def test_get_idxs_of_another_size(m):
     "A loader of fastai whose `len` is not its number of batches: no sample is thrown away"
     dls = make_dls(76, 8)
@@ -86,7 +86,7 @@ def test_get_idxs_of_another_size(m):
     n = learn.accumulate_step.counts
     assert (n.n_samples,n.n_stepped,n.n_thrown)==(2*m,2*m,0) and len(learn.spy.steps)==2*-(-m//32)
 
-@pytest.mark.parametrize('listed', [True,False])
+@each(listed=[True,False])
 def test_batch_sampler(listed):
     "Batches of one size, drawn by a batch sampler of 40 of the 76 samples"
     def dls(bs):
@@ -119,7 +119,7 @@ class Keeps(nn.Module):
     def __init__(self): super().__init__(); self.m,self.h = small_model(),None
     def forward(self, x): self.h = self.m[1](self.m[0](x)); return self.m[2](self.h)
 
-@pytest.mark.parametrize('name', ['parameters','object','activations','plain'])
+@each(name=['parameters','object','activations','plain'])
 def test_micro_batch_without_targets(name):
     "A micro-batch of weight 0 has no backward pass, so its NaN cannot reach a gradient"
     def train(bs, n_step):
@@ -166,7 +166,7 @@ def test_another_backward_pass():
     for l in (a,b): l.fit(2)
     assert_same(a, b)
 
-@pytest.mark.parametrize('when', ['before_fit','after_batch','before_train'])
+@each(when=['before_fit','after_batch','before_train'])
 def test_gradients_before_a_window(when):
     "They are cleared, so the training is that of a learner that never had them"
     def do(cb):
@@ -176,7 +176,7 @@ def test_gradients_before_a_window(when):
     for l in (a,b): l.fit(2)
     assert_same(a, b)
 
-@pytest.mark.parametrize('event', ['after_loss','before_backward'])
+@each(event=['after_loss','before_backward'])
 def test_a_penalty_once_a_window(event):
     "A penalty on the weights, added to the loss at each micro-batch, is exact where micro-batches weigh the same"
     def do(cb):
@@ -191,7 +191,7 @@ W = tensor([1.,10.,3.]).double()
 def rare(): y = classes(76); y[:20] = 0; return y
 def ignoring(): y = classes(76); y[:20] = -100; return y
 compile = partial(torch.compile, backend='eager')
-@pytest.mark.parametrize('name', ['compiled','compiled_function','compiled_partial'])
+@each(name=['compiled','compiled_function','compiled_partial'])
 @pytest.mark.filterwarnings('ignore:.*torch.jit.*')
 def test_compiled_losses(name):
     loss,y = dict(compiled=(lambda: compile(nn.CrossEntropyLoss(weight=W)), rare()),
@@ -203,7 +203,7 @@ def test_compiled_losses(name):
     assert_same(a, b)
     assert worst(a, learner_of_means(y))[0]>1e-3
 
-@pytest.mark.parametrize('loss', [nn.CrossEntropyLoss(weight=W),F.cross_entropy], ids=['module','function'])
+@each(loss=[nn.CrossEntropyLoss(weight=W),F.cross_entropy])
 @pytest.mark.filterwarnings('ignore:.*torch.jit.*')
 def test_scripted_losses_are_refused(loss):
     learn = learner(make_dls(16, 8), AccumulateStep(2), loss_func=torch.jit.script(loss))
@@ -223,7 +223,7 @@ class OwnMean(nn.CrossEntropyLoss):
         loss = super().forward(pred, y)
         return loss.mean() if self.reduction=='none' else loss/len(y)
 
-@pytest.mark.parametrize('reduction', ['none','sum'])
+@each(reduction=['none','sum'])
 def test_subclass_that_reduces_by_itself(reduction):
     a,b = (learner(make_dls(76, bs), cb, loss_func=OwnMean(reduction=reduction))
            for bs,cb in ((8,AccumulateStep(4)), (32,None)))
@@ -240,7 +240,7 @@ class TwoHeads(nn.Module):
     def __init__(self, kind): super().__init__(); self.m,self.kind = small_model(),kind
     def forward(self, x): h = self.m(x); return dict(a=h, b=h*2) if self.kind is dict else (h,h*2)
 
-@pytest.mark.parametrize('kind', [tuple,dict])
+@each(kind=[tuple,dict])
 def test_subclass_with_several_targets(kind):
     def dls(bs):
         dls = make_dls(76, bs, y=(classes(76),features(76,1,seed=3)[:,0]))
@@ -251,7 +251,7 @@ def test_subclass_with_several_targets(kind):
     for l in (a,b): l.fit(2)
     assert_same(a, b)
 
-@pytest.mark.parametrize('dtype', [torch.uint8,torch.int16])
+@each(dtype=[torch.uint8,torch.int16])
 def test_small_integers(dtype):
     "Class weights, and targets that are no `long`"
     class Long(nn.CrossEntropyLoss):
@@ -288,7 +288,7 @@ def test_loader_longer_than_it_says():
     for l in (a,b): l.fit(2)
     assert rel(snapshot(a)['params'], snapshot(b)['params'])[0]<=TOL and len(a.spy.steps)==len(b.spy.steps)==10
 
-@pytest.mark.parametrize('n', [40,152])
+@each(n=[40,152])
 def test_loader_replaced_before_training(n):
     "The windows are those of the loader that is trained on"
     def other(bs): return make_dls(n, bs, x=features(160), y=classes(160), shuffle=False).train
@@ -367,7 +367,7 @@ class Named(nn.Module):
         self.a,self.b,self.unused = nn.Linear(6,3).double(),nn.Linear(6,1).double(),nn.Linear(6,1).double()
     def forward(self, x1, x2): return dict(classes=self.a(x1*x2), value=self.b(x1))
 
-@pytest.mark.parametrize('as_tuple', [False, True])
+@each(as_tuple=[False, True])
 def test_several_inputs_and_targets(as_tuple):
     "Two inputs, two targets, predictions in a dictionary or a tuple, gradients that are None"
     def loss(pred, c, v):

@@ -53,7 +53,7 @@ pixels = (pixels.reshape(-1, 8, 8)*15).astype(np.uint8)
 def grey(i): return pixels[i]
 def colour(i): return np.stack([pixels[i]]*3, -1)
 def get_digit(i): return digit[i]
-tails = pytest.mark.parametrize('drop_last', [False, True])
+tails = each(drop_last=[False, True])
 
 class TwoHeads(nn.Module):
     "Two inputs, two predictions"
@@ -71,7 +71,7 @@ def two_losses_by_samples(preds, c, r):
 @app('two inputs, two targets',
      note='The loss is the sum of two losses. If one of them ignores targets, let it divide by the samples: '
           '`reduction="sum"` and `/len(y)`.')
-@pytest.mark.parametrize('loss_func', [two_losses, two_losses_by_samples])
+@each(loss_func=[two_losses, two_losses_by_samples])
 def test_two_inputs_two_targets(loss_func, works):
     a,b,r = features(N+VALID).float(),features(N+VALID, 4, 1).float(),features(N+VALID, 2, 2).float()
     c = classes(N+VALID)
@@ -84,7 +84,7 @@ def test_two_inputs_two_targets(loss_func, works):
      note='Embeddings and continuous columns. `use_bn=False, bn_cont=False`, because batch norm would see '
           'micro-batches.')
 @tails
-def test_tabular(drop_last, works):
+def test_tabular_learner(drop_last, works):
     rng = np.random.default_rng(0)
     df = pd.DataFrame(dict(c1=rng.choice(list('abc'), N+VALID), c2=rng.integers(0, 9, N+VALID),
                            x1=rng.normal(size=N+VALID), x2=rng.normal(size=N+VALID)))
@@ -117,7 +117,7 @@ def facts(i):
 def multilayer(n_in, n_out): return nn.Sequential(nn.Flatten(), nn.Linear(n_in, 10), nn.Tanh(), nn.Linear(10, n_out))
 
 @app('multi-label classification', note='`MultiCategoryBlock` and `BCEWithLogitsLoss`, with and without `pos_weight`.')
-@pytest.mark.parametrize('pos_weight', [None, tensor([1.,5.,2.,.5]).double()])
+@each(pos_weight=[None, tensor([1.,5.,2.,.5]).double()])
 def test_multi_label(pos_weight, works):
     def make(bs):
         dls = loaders(bs, (ImageBlock(PILImageBW), MultiCategoryBlock), [grey, facts])
@@ -131,7 +131,7 @@ def void_mask(i):
 @app('segmentation',
      note='`DynamicUnet` on two convolutions. `to_group_norm` replaces its batch norm, and `ignore_index` leaves out '
           'void pixels.')
-def test_segmentation(works):
+def test_unet(works):
     def make(bs):
         dls = loaders(bs, (ImageBlock(PILImageBW), MaskBlock(['paper','ink'])), [grey, void_mask])
         encoder = nn.Sequential(nn.Conv2d(1, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 8, 3, 2, 1), nn.ReLU())
@@ -313,7 +313,7 @@ def lm_by_hand(model, batches, n_step, n_epoch, lr):
      compared='the weights and the loss of each step, with a loop in plain PyTorch over the same batches',
      note='AWD-LSTM carries its state from batch to batch, and the last batch is short. '
      'We compare with a loop, because a loader with a larger batch size cuts the text into other streams.')
-def test_language_model(works):
+def test_awd_lstm(works):
     dl = LMDataLoader(texts(n=89), bs=8, seq_len=10)
     n_tokens = [y.numel() for _,y in dl]
     is_short = len(n_tokens)%4>1 and 0<n_tokens[-1]<n_tokens[0]

@@ -10,9 +10,8 @@ fits = dict(fit=lambda l: l.fit(2), fit_one_cycle=lambda l: l.fit_one_cycle(2, .
             fit_sgdr=lambda l: l.fit_sgdr(2, 1, .02))
 @row('Training', '`fit`, `fit_one_cycle`, `fit_flat_cos`, `fit_sgdr`',
      note='The last window of an epoch is kept or dropped.')
-@pytest.mark.parametrize('drop_last', [False, True])
-@pytest.mark.parametrize('fit', fits)
-def test_fits(fit, drop_last, works): works(*pair(fit=fits[fit], drop_last=drop_last))
+@each(fit=fits, drop_last=[False, True])
+def test_ways_to_fit(fit, drop_last, works): works(*pair(fit=fits[fit], drop_last=drop_last))
 
 @row('Training', '`start_epoch`', note='`SkipToEpoch`, after loading a model that was saved with its optimizer.')
 def test_start_epoch(works, tmp_path):
@@ -25,7 +24,7 @@ def test_start_epoch(works, tmp_path):
 
 @row('Training', '`lr_find`', 'curve and suggestion',
      note='It counts steps. Where the loss diverges, rounding grows, so we leave out the last fifth of the curve.')
-def test_lr_find(works, tmp_path):
+def test_curve_of_lr_find(works, tmp_path):
     sugg = {}
     def find(learn): learn.path = tmp_path; sugg[learn] = learn.lr_find(num_it=50, show_plot=False)
     a,b = pair(fit=find, n=200)
@@ -34,7 +33,7 @@ def test_lr_find(works, tmp_path):
     works.same(tuple(sugg[a]), tuple(sugg[b]))
 
 @row('Callbacks', 'GradientClip', note='It clips the gradient of the window, with each `norm_type`.')
-@pytest.mark.parametrize('norm_type', [1., 2., math.inf])
+@each(norm_type=[1., 2., math.inf])
 def test_gradient_clip(norm_type, works): works(*pair(partial(GradientClip, .01, norm_type), matters=True))
 
 class WeightAverage(Callback):
@@ -46,7 +45,7 @@ class WeightAverage(Callback):
 
 @row('Callbacks', 'a moving average of the weights',
      note='An exponential moving average in `after_batch`, at the default order.')
-@pytest.mark.parametrize('drop_last', [False, True])
+@each(drop_last=[False, True])
 def test_weight_average(drop_last, works):
     a,b = pair(WeightAverage, drop_last=drop_last)
     works(a, b)
@@ -58,7 +57,7 @@ def test_gradient_accumulation(works):
         pair(partial(GradientAccumulation, 32))
 
 @row('Callbacks', 'MicroBatch', note='Our own. It cuts each micro-batch into slices, with `coupled=True` too.')
-@pytest.mark.parametrize('coupled', [False, True])
+@each(coupled=[False, True])
 def test_micro_batch(coupled, works):
     def train(bs, *cbs):
         learn = make_learner(make_dls(90, bs), cbs=cbs)
@@ -100,9 +99,8 @@ def within_eights(monkeypatch):
     monkeypatch.setattr(torch, 'randperm', perm)
 
 @row('Callbacks', 'MixUp', note='It draws λ and the partners once per micro-batch. We compare with the same draws.')
-@pytest.mark.parametrize('loss', [StackedCE(), StackedCE(weight=torch.tensor([1.,5.,20.]).double())],
-                         ids=['mean','weighted'])
-def test_mixup(loss, within_eights, works): works(*pair(lambda: injected(MixUp, Draws()), loss_func=loss, matters=True))
+@each(loss=[StackedCE(), StackedCE(weight=torch.tensor([1.,5.,20.]).double())])
+def test_mixup_with_the_same_draws(loss, within_eights, works): works(*pair(lambda: injected(MixUp, Draws()), loss_func=loss, matters=True))
 
 def conv_model(norm=nn.Identity):
     torch.manual_seed(0)
@@ -119,9 +117,8 @@ class CutMixByStep(CutMix):
 
 @row('Callbacks', 'CutMix',
      note='It draws λ, the box and the partners once per micro-batch. We compare with the same draws.')
-@pytest.mark.parametrize('loss', [StackedCE(), StackedCE(weight=torch.tensor([1.,5.,20.]).double())],
-                         ids=['mean','weighted'])
-def test_cutmix(loss, within_eights, works):
+@each(loss=[StackedCE(), StackedCE(weight=torch.tensor([1.,5.,20.]).double())])
+def test_cutmix_with_the_same_draws(loss, within_eights, works):
     torch.set_default_dtype(torch.float64)   # of λ, which is mixed with the losses
     try: works(*pair(CutMixByStep, dls=image_dls, model=conv_model, loss_func=loss, matters=True))
     finally: torch.set_default_dtype(torch.float32)
@@ -145,7 +142,7 @@ def test_bn_freeze(works):
     assert (a.model[1].running_mean==.1).all() and not a.model[1].training
 
 @row('Callbacks', 'ShortEpochCallback', note='It stops after the same window.')
-@pytest.mark.parametrize('pct', [.3,.6,.9])
+@each(pct=[.3,.6,.9])
 def test_short_epoch(pct, works):
     a,b = pair(lambda: ShortEpochCallback(pct), n=120, fit=lambda l: l.fit(2, .02))
     works(a, b)
@@ -214,12 +211,12 @@ def drawn(cls, **kw):
     return make
 
 @row('Loaders', 'WeightedDL')
-@pytest.mark.parametrize('drop_last', [False, True])
+@each(drop_last=[False, True])
 def test_weighted_dl(drop_last, works):
     works(*pair(dls=drawn(WeightedDL, wgts=range(1,77), shuffle=True), drop_last=drop_last))
 
 @row('Loaders', 'PartialDL')
-@pytest.mark.parametrize('acc', [dict(n_step=4), dict(n_samples=32)], ids=str)
+@each(acc=[dict(n_step=4), dict(n_samples=32)])
 def test_partial_dl(acc, works):
     def train(bs, cbs):
         learn = make_learner(drawn(PartialDL, partial_n=50)(76, bs, False), cbs=cbs)
@@ -228,7 +225,7 @@ def test_partial_dl(acc, works):
     works(train(8, AccumulateStep(**acc)), train(32, []))
 
 @row('Loaders', "PyTorch's DataLoader")
-@pytest.mark.parametrize('drop_last', [False, True])
+@each(drop_last=[False, True])
 def test_pytorch_loader(drop_last, works):
     def make(n, bs, drop_last):
         data = torch.utils.data.TensorDataset(features(n), classes(n))

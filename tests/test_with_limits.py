@@ -1,7 +1,7 @@
 "What acts once a micro-batch by its nature, by how much that differs, and what to do instead"
 from matrix import *
 from fastai_accum.microbatch import *
-from test_with_losses import not_same,weights
+from test_with_losses import not_same
 
 def clip(cb):
     if cb.training: nn.utils.clip_grad_value_(cb.model.parameters(), .01)

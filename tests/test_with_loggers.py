@@ -49,7 +49,7 @@ early = dict(plain={}, patient=dict(patience=3), delta=dict(min_delta=.1, patien
              metric=dict(monitor='acc', patience=2), train=dict(monitor='train_loss'))
 
 @row('Trackers', 'EarlyStoppingCallback', 'everything, and what it prints', note='It stops at the same epoch.')
-@pytest.mark.parametrize('kw', early.values(), ids=early)
+@each(kw=early.values())
 def test_early_stopping(kw, works):
     a,b = pair(lambda: EarlyStoppingCallback(**kw), metrics=acc, fit=said(epochs(8)))
     works(a, b)
@@ -75,19 +75,16 @@ def test_save_model(kw, works, tmp_path):
     assert all(set(f)=={'model','opt'} for f in fb.values())==kw.get('with_opt', False)
 
 @row('Trackers', 'ReduceLROnPlateau', 'everything, and what it prints', note='Each step has the same learning rates.')
-@pytest.mark.parametrize('kw', [{}, dict(patience=2, factor=3.), dict(monitor='acc', min_delta=.05, min_lr=.05)],
-                         ids=str)
+@each(kw=[{}, dict(patience=2, factor=3.), dict(monitor='acc', min_delta=.05, min_lr=.05)])
 def test_reduce_lr(kw, works):
     a,b = pair(lambda: ReduceLROnPlateau(**kw), metrics=acc, fit=said(epochs(6)))
     works(a, b)
     works.same(a.said, b.said, 'said')
     assert len(set(b.recorder.lrs))>1, 'was to reduce the rate'
 
-def weights(learn): return [p.detach() for p in learn.model.parameters()]
-
 @row('Trackers', 'TerminateOnNaNCallback', 'weights, losses and learning rates',
      note='It stops after the window with the NaN, as it stops after the large batch.')
-@pytest.mark.parametrize('at', range(4,8))
+@each(at=range(4,8))
 def test_terminate_on_nan(at, works):
     x = features(76)
     x[at*8:at*8+8] = math.nan   # micro-batch `at`, in the second window
@@ -147,9 +144,9 @@ class HalfLoss(nn.CrossEntropyLoss):
 @row('Loggers', 'Recorder(train_metrics=True)',
      note='Metrics that are functions, metrics of the loss or its parts, and metrics of all predictions. Each '
           'micro-batch counts with its own loss.')
-@pytest.mark.parametrize('valid', [True, False])
-@pytest.mark.parametrize('drop_last', [False, True])
-def test_train_metrics(drop_last, valid, works):
+@each(valid=[True, False])
+@each(drop_last=[False, True])
+def test_recorder_of_train_metrics(drop_last, valid, works):
     metrics = [acc, AvgLoss(), Perplexity(), LossMetric('half'), F1Score(average='macro'),
                skm_to_fastai(skm.cohen_kappa_score), RocAuc(multi_class='ovr'),
                AccumMetric(lambda p,t: F.cross_entropy(p, t), name='ce', flatten=False)]
@@ -166,7 +163,7 @@ scheds = dict(lr=combined_cos(.25, 1e-3, .1, 1e-5), mom=lambda pct: .95-.2*math.
 
 @row('Loggers', 'ParamScheduler', 'everything, and what is set at each micro-batch',
      note='Your own schedules. A value is set at the start of a window and kept to its end.')
-@pytest.mark.parametrize('drop_last', [False, True])
+@each(drop_last=[False, True])
 def test_param_scheduler(drop_last, works):
     hypers = lambda: Watch(100, before_batch=lambda cb: [dict(h) for h in cb.opt.hypers] if cb.training else None)
     a,b = pair(lambda: [ParamScheduler(scheds), hypers()], drop_last=drop_last, fit=lambda learn: learn.fit(3))
@@ -314,7 +311,7 @@ gets = dict(valid=dict(), loss=dict(with_loss=True, with_input=True, with_decode
 
 @row('Predictions', 'GatherPredsCallback, get_preds', 'everything, predictions, targets and losses',
      note='Between two fits, on the training set and on the validation set.')
-@pytest.mark.parametrize('kw', gets.values(), ids=gets)
+@each(kw=gets.values())
 def test_get_preds(kw, works):
     a,b = pair(fit=again(lambda learn: learn.get_preds(**kw)))
     works(a, b)
@@ -330,7 +327,7 @@ def test_validate(works):
 
 @row('Predictions', 'FetchPredsCallback', 'everything, and the predictions of each epoch',
      note='On the training set and on the validation set.')
-@pytest.mark.parametrize('ds_idx', [0, 1])
+@each(ds_idx=[0, 1])
 def test_fetch_preds(ds_idx, works):
     a,b = pair(lambda: [FetchPredsCallback(ds_idx, with_input=True),
                         Watch(after_epoch=lambda cb: cb.fetch_preds.preds)], fit=lambda l: l.fit_one_cycle(3))
@@ -376,7 +373,7 @@ class Decoded(nn.CrossEntropyLoss):
 
 @row('Predictions', 'Interpretation, ClassificationInterpretation', 'everything, top losses and the confusion matrix',
      note='Between two fits, on the training set and on the validation set.')
-@pytest.mark.parametrize('ds_idx', [0, 1])
+@each(ds_idx=[0, 1])
 def test_interpretation(ds_idx, works):
     def explain(learn):
         for dl in learn.dls: dl.dataset.vocab = CategoryMap(list('abc'))
@@ -411,7 +408,7 @@ def test_hooks(works):
 @row('Hooks', 'ActivationStats', 'mean, near_zero and histogram for each window; the training itself to 1e-12',
      tol=1e-6,
      note='It makes one entry per micro-batch. `every` counts windows, and takes all their micro-batches.')
-@pytest.mark.parametrize('every', [None, 1, 2])
+@each(every=[None, 1, 2])
 def test_activation_stats(every, works):
     a,b = pair(lambda: ActivationStats(every=every, with_hist=True), fit=lambda learn: learn.fit(2))
     assert_same(a, b)

@@ -17,39 +17,38 @@ fastais = dict(   # cases of `flat`, and a note
 )
 assert {k for ks,_ in fastais.values() for k in ks.split()}==set(flat), 'a loss has no row'
 def marks(name, note): return row('Losses', name, tol=FLAT, note=' '.join(['Computed in float32.', *L(note or None)]))
-marked = [pytest.param(k, marks=marks(name, note)) for name,(ks,note) in fastais.items() for k in ks.split()]
-
-@pytest.mark.parametrize('name', marked)
+@pytest.mark.parametrize('name', [pytest.param(k, marks=marks(k, note)) for k,(_,note) in fastais.items()])
 def test_flat(name, works):
     "In float32, with momentum instead of Adam, since Adam would divide one rounding error by another"
-    loss,y,model = (*flat[name], small_model)[:3]
-    def train(bs, cbs):
-        dls = make_dls(N, bs, y=y, x=features(N).float(), shuffle=False)
-        learn = make_learner(dls, model().float(), loss, splitter=trainable_params, cbs=cbs,
-                             opt_func=partial(SGD, mom=.9))
-        learn.fit_one_cycle(2)
-        return learn
-    works(train(BS, AccumulateStep(4)), train(4*BS, []))
+    for k in fastais[name][0].split():
+        loss,y,model = (*flat[k], small_model)[:3]
+        def train(bs, cbs):
+            dls = make_dls(N, bs, y=y, x=features(N).float(), shuffle=False)
+            learn = make_learner(dls, model().float(), loss, splitter=trainable_params, cbs=cbs,
+                                 opt_func=partial(SGD, mom=.9))
+            learn.fit_one_cycle(2)
+            return learn
+        works(train(BS, AccumulateStep(4)), train(4*BS, []))
 
 plain = [k for k,(f,*_) in losses.items() if type(f).__module__.startswith('torch.nn')]
 @row('Losses', 'losses of `torch.nn`', note='All losses that take a mean. [The page on weights](loss.html) lists them.')
-@pytest.mark.parametrize('name', plain)
-def test_plain(name, works): works(*loss_pair(*losses[name]))
+@each(name=plain)
+def test_losses_of_torch(name, works): works(*loss_pair(*losses[name]))
 
 @row('Losses', 'FocalLoss, LabelSmoothingCrossEntropy', note='The plain modules of fastai.')
-@pytest.mark.parametrize('name', ['focal','smoothing'])
+@each(name=['focal','smoothing'])
 def test_modules(name, works): works(*loss_pair(*losses[name]))
 
 @row('Losses', 'functions of `torch.nn.functional`',
      note='Also a `partial` of one, with its class weights and ignored targets.')
-@pytest.mark.parametrize('name', ['ce_function','ce_function_w','mse_function'])
+@each(name=['ce_function','ce_function_w','mse_function'])
 def test_functions(name, works): works(*loss_pair(*losses[name]))
 
 def masked(pred, targ, mask): return (((pred-targ)**2).mean(1)*mask).sum()/mask.sum()
 
 @row('Losses', 'a loss of your own',
      note='A mean over samples works without an argument. Any other needs `weight=`, here a masked mean.')
-@pytest.mark.parametrize('own_weight', [False, True])
+@each(own_weight=[False, True])
 def test_own(own_weight, works):
     if not own_weight: return works(*loss_pair(*losses['unknown']))
     y,mask = losses['mse'][1],(torch.arange(N)%3>0).double()
@@ -57,11 +56,10 @@ def test_own(own_weight, works):
     works(*loss_pair(masked, (y,mask), window=dict(n_step=4, weight=lambda pred,targ,mask: mask.sum())))
 
 not_same = partial(row, 'Not the same', tol=math.inf)
-def weights(learn): return [p.detach() for p in learn.model.parameters()]
 
 @not_same('batch norm', 'weights',
           note='It uses the statistics of the micro-batch. `MicroBatch(bs, exact=True)` is exact.')
-def test_batch_norm(works):
+def test_batch_norm_differs(works):
     def model():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6,5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5,3)).double()
@@ -70,7 +68,7 @@ def test_batch_norm(works):
 
 @not_same('dropout', 'weights',
           note='It draws other masks, with the same distribution. `MicroBatch(bs, exact=True)` is exact.')
-def test_dropout(works):
+def test_dropout_differs(works):
     def model():
         torch.manual_seed(0)
         return nn.Sequential(nn.Dropout(.1), nn.Linear(6,5), nn.Dropout(.3), nn.Tanh(), nn.Linear(5,3)).double()

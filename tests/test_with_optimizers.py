@@ -24,7 +24,7 @@ def sorted_dls(n, bs, **kwargs):
 opts = dict(SGD=partial(SGD, mom=.9), Adam=Adam, AdamW=partial(OptimWrapper, opt=torch.optim.AdamW))
 @row('Optimizers', 'parameters without a gradient in some windows',
      note='The optimizer leaves them alone, or steps them, as it does with the large batch.')
-@pytest.mark.parametrize('opt', opts)
+@each(opt=opts)
 def test_no_gradient(opt, works):
     a,b = pair(dls=sorted_dls, model=Branches, n=76, opt_func=opts[opt], splitter=trainable_params)
     works(a, b)
@@ -41,7 +41,7 @@ def test_muon(works):
 
 @row('Optimizers', 'parameters that the optimizer does not hold', 'weights, optimizer state, losses',
      note='Their gradients are cleared before each window. fastai adds them up over the steps.')
-@pytest.mark.parametrize('drop_last', [False,True])
+@each(drop_last=[False,True])
 def test_not_held(drop_last, works):
     def fit(learn): learn.fit(1); learn.fit(2)
     loss = nn.CrossEntropyLoss(weight=tensor([1.,10.,3.]).double())
@@ -54,12 +54,11 @@ def freezing(learn):
     learn.freeze_to(1); learn.fit(1, .01)
 
 @row('Optimizers', '`freeze`, `freeze_to`, `unfreeze`, `fine_tune`', note='Frozen weights do not move.')
-@pytest.mark.parametrize('opt', opts)
-@pytest.mark.parametrize('fit', [freezing, lambda l: l.fine_tune(2, .01, freeze_epochs=2)], ids=['freeze','fine_tune'])
+@each(opt=opts, fit=[freezing, lambda l: l.fine_tune(2, .01, freeze_epochs=2)])
 def test_freeze(fit, opt, works): works(*pair(fit=fit, opt_func=opts[opt]))
 
 @row('Optimizers', 'discriminative learning rates', note='A `slice`, and a list with one rate for each group.')
-@pytest.mark.parametrize('lr', [slice(1e-4,.02), [1e-3,.02]], ids=str)
+@each(lr=[slice(1e-4,.02), [1e-3,.02]])
 def test_discriminative(lr, works): works(*pair(fit=lambda l: l.fit_one_cycle(3, lr)))
 
 fastais = dict(SGD=SGD, momentum=partial(SGD, mom=.9), Adam=Adam, RAdam=RAdam, QHAdam=QHAdam, Lamb=Lamb, Larc=Larc,
@@ -69,19 +68,19 @@ fastais = dict(SGD=SGD, momentum=partial(SGD, mom=.9), Adam=Adam, RAdam=RAdam, Q
 @row('Optimizers', "fastai's optimizers",
      note='SGD with and without momentum, Adam with both kinds of weight decay, RAdam, QHAdam, Lamb, Larc, RMSProp, '
           'ranger and Lookahead.')
-@pytest.mark.parametrize('opt', fastais)
+@each(opt=fastais)
 def test_fastais(opt, works): works(*pair(opt_func=fastais[opt]))
 
 torchs = [(o,kw) for o in (torch.optim.SGD,torch.optim.Adam,torch.optim.AdamW)
           for kw in (dict(foreach=False), dict(foreach=True), dict(fused=True))]
 @row('Optimizers', '`OptimWrapper` with SGD, Adam, AdamW', note='Plain, `foreach` and `fused`.')
-@pytest.mark.parametrize('opt,kw', torchs, ids=lambda o: o.__name__ if isinstance(o, type) else str(o))
-def test_torchs(opt, kw, works): works(*pair(opt_func=partial(OptimWrapper, opt=opt, **kw)))
+@each(o=torchs)
+def test_torchs(o, works): works(*pair(opt_func=partial(OptimWrapper, opt=o[0], **o[1])))
 
 others = 'Adagrad Adadelta Adamax ASGD NAdam RAdam RMSprop Rprop'.split()
 @row('Optimizers', '`OptimWrapper` with other optimizers of PyTorch',
      note='Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop and Rprop.')
-@pytest.mark.parametrize('opt', others)
+@each(opt=others)
 def test_other_torchs(opt, works):
     works(*pair(fit=lambda l: l.fit(2, .01), opt_func=partial(OptimWrapper, opt=getattr(torch.optim, opt))))
 
@@ -111,15 +110,15 @@ sparse = dict(SGD=partial(SGD, mom=.9), torch_SGD=partial(OptimWrapper, opt=torc
               torch_Adagrad=partial(OptimWrapper, opt=torch.optim.Adagrad))
 @row('Optimizers', 'sparse gradients of embeddings', 'weights, gradients, losses',
      note="fastai's SGD, PyTorch's SGD and Adagrad.")
-@pytest.mark.parametrize('opt', sparse)
+@each(opt=sparse)
 @pytest.mark.filterwarnings('ignore:Sparse invariant')
-def test_sparse(opt, works):
+def test_sparse_embeddings(opt, works):
     a,b = pair(dls=bag_dls, model=Bag, splitter=trainable_params, opt_func=sparse[opt], fit=lambda l: l.fit(2, .02))
     assert b.spy.steps[0]['grads'][0].is_sparse
     works.same(dense(a), dense(b))
 
 @row('Optimizers', "sparse gradients with fastai's Adam", note='It fails in plain fastai too.')
-@pytest.mark.parametrize('cbs', [[], [AccumulateStep(4)]], ids=str)
+@each(cbs=[[], [AccumulateStep(4)]])
 def test_sparse_adam(cbs, works):
     learn = make_learner(bag_dls(76, 8), Bag(), splitter=trainable_params, opt_func=Adam, cbs=cbs)
     with works.refused(NotImplementedError, match='addcmul_'): learn.fit(1)

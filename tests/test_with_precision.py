@@ -34,7 +34,7 @@ def scaled(windows, n=96, bs=8, n_step=4):
 @row('Precision', 'MixedPrecision: the loss scaler', 'everything, the scales and their updates',
      note='In float64, without autocast. The scale grows and shrinks with the steps. An overflow in one micro-batch '
           'skips its window once.')
-@pytest.mark.parametrize('windows', [[], [0], [2,3], [8]], ids=str)
+@each(windows=[[], [0], [2,3], [8]])
 def test_scaler(windows, works):
     a,b = scaled(windows)
     works(a, b)
@@ -56,8 +56,6 @@ class Float32(Callback):
     "Inputs in float32"
     order = -2
     def before_batch(self): self.learn.xb = tuple(o.float() if o.is_floating_point() else o for o in self.xb)
-
-def weights(learn): return [p.detach().clone() for p in learn.model.parameters()]
 
 @row('Precision', 'MixedPrecision, fp16', 'weights', HALF[torch.float16],
      'With autocast and scaler of the CPU. Half precision rounds a large batch and micro-batches differently.')
@@ -98,8 +96,7 @@ def non_native(flat, clip, **kwargs):
     return train(8, [AccumulateStep(4)]),train(32, [])
 
 @non_native_row
-@pytest.mark.parametrize('clip', [None, .1])
-@pytest.mark.parametrize('flat', [False, True])
+@each(clip=[None, .1], flat=[False, True])
 def test_non_native(flat, clip, works):
     a,b = non_native(flat, clip, loss_scale=512, dynamic=False)
     works.same(weights(a), weights(b))
@@ -148,7 +145,7 @@ def test_grad_accum_dtype_and_scaler(works):
 @row('Precision', 'GradAccumDtype',
      "gradients of a window with the float64 mean of the same low-precision gradients, in units of the last place", 2,
      'Our own, for models in float16 or bfloat16. Windows of 64 micro-batches.')
-@pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
+@each(dtype=[torch.float16,torch.bfloat16])
 def test_grad_accum_dtype(dtype, works):
     learn = low_learner(dtype, 1, [AccumulateStep(64), GradAccumDtype()])
     learn.fit(1)

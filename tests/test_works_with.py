@@ -21,8 +21,8 @@ def cell(text): return text.replace('|', '\\|').replace('`', "'")
 
 def test_page():
     "The committed pages are those of the committed figures"
-    nbs = Path(__file__).resolve().parents[2]/'nbs'
-    cells = [c for o in ('works_with','tested') for c in json.loads((nbs/f'{o}.ipynb').read_text())['cells']]
+    nbs = Path(__file__).resolve().parents[1]/'nbs'
+    cells = [c for o in ('works_with','tested') for c in json.loads((nbs/f'{o}.ipynb').read_text(encoding='utf-8'))['cells']]
     tables = [c for c in cells if c['cell_type']=='code' and 'table("' in ''.join(c['source'])]
     text = '\n'.join(''.join(o['data']['text/markdown']) for c in tables for o in c['outputs'])
     lines = [l for l in text.splitlines() if l.startswith('| ') and not l.startswith(('| ---','| With |'))]
