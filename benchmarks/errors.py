@@ -86,7 +86,7 @@ def frozen(acc):
 def uneven(name):
     "A case of the tests, with two windows of 32 samples instead of one"
     def case(acc):
-        _,loss,y,*n = losses[name]
+        loss,y,*n = losses[name]
         def train(bs, cb=None):
             learn = learner(64, bs, cb, y=torch.cat([y,y]), loss=loss)
             if n: learn.model = PerToken(*n); learn.splitter = trainable_params

@@ -11,6 +11,7 @@ from fastai_accum.core import *
 from fastai_accum.microbatch import MicroBatch
 
 TOL = 1e-12
+TOL32 = 1e-4   # where fastai rounds to float32, by 6e-8: gradients that cancel differ by up to 1e-6
 
 SWEEP = bool(os.environ.get('SWEEP'))   # all of what is drawn below: `make sweep`
 

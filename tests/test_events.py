@@ -62,7 +62,7 @@ def test_train_metrics():
     def fit(learn): learn.recorder.train_metrics = True; learn.fit(2)
     for c in 'kept','micro','coupled','both':
         a,b = same(**cases[c], fit=fit, metrics=[accuracy,Losses()], but=('values','final_record'))
-        assert rel(a.recorder.values, b.recorder.values)[0]<1e-6   # accuracy is a float32 mean in fastai
+        assert rel(a.recorder.values, b.recorder.values)[0]<TOL32   # accuracy is a float32 mean in fastai
         i = a.recorder.metric_names.index('train_losses')-1
         close(L(a.recorder.values).itemgot(i), L(b.recorder.values).itemgot(i))
 
@@ -449,6 +449,6 @@ def test_hooks_into_modules(kw):
     a,b,sliced = run(32, MicroBatch(8, **kw)),run(32),run(8, AccumulateStep(4))
     assert_same(a, b)
     slices,ours,whole = ([o[0]['mean'] for o in l.activation_stats.stats] for l in (sliced,a,b))
-    close(ours[0], slices[0], 1e-6)
+    close(ours[0], slices[0], TOL32)
     assert len(whole)==2 and len(ours)==(2 if kw else 8)
     assert not kw or abs(ours[0]-whole[0])>1e-3

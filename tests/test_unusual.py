@@ -10,6 +10,9 @@ from fastai_accum.microbatch import *
 
 one_group = dict(splitter=trainable_params)
 def learner(dls, cbs=None, model=None, **kwargs): return make_learner(dls, model, cbs=cbs, **{**one_group, **kwargs})
+def alike(cbs=lambda: AccumulateStep(4), **kwargs):
+    "Train in windows of four micro-batches, and with the large batch"
+    return same(cbs, **{**one_group, **kwargs})
 
 def batches(make, n, bs): return [make(list(range(i, min(i+bs, n)))) for i in range(0, n, bs)]
 def prebatched(make, n, bs, n_inp=1):
@@ -36,20 +39,16 @@ kinds = dict(dicts=(of_dicts,detection_loss), ids=(of_ids,ids_loss), object=(of_
 @drawn(4, n=[96,76], how=[dict(n_step=4),dict(n_samples=32)], kind=kinds)
 def test_targets_without_rows(kind, how, n):
     make,loss = kinds[kind]
-    a,b = (learner(prebatched(make, n, bs), cb, loss_func=loss, opt_func=SGD)
-           for bs,cb in ((8,AccumulateStep(**how)), (32,None)))
-    for l in (a,b): l.fit(2)
-    assert_same(a, b, but=('hps','step.pct_train'))
+    a,_ = alike(lambda: AccumulateStep(**how), dls=partial(prebatched, make, n), loss_func=loss, opt_func=SGD,
+                fit=lambda l: l.fit(2), but=('hps','step.pct_train'))
     assert a.accumulate_step.counts.n_stepped==2*n
 
 @each(coupled=[False,True])
 def test_split_targets_without_rows(coupled):
     "A right `split=` is not refused"
     def split(b, bs): return [(b[0][i:i+bs],b[1][i:i+bs]) for i in range(0, len(b[0]), bs)]
-    a,b = (learner(prebatched(of_dicts, 76, 32), cb, loss_func=detection_loss)
-           for cb in (MicroBatch(5, coupled=coupled, split=split),None))
-    for l in (a,b): l.fit(2)
-    assert_same(a, b)
+    alike(lambda: MicroBatch(5, coupled=coupled, split=split), bs=32, dls=partial(prebatched, of_dicts, 76),
+          loss_func=detection_loss)
 
 def test_count_samples():
     x,b5 = torch.ones(5,3,8,8),[dict(boxes=torch.ones(2,4))]*5
@@ -61,10 +60,6 @@ def test_count_samples():
     with pytest.raises(ValueError, match='cannot count the samples.*make one of them a tensor'):
         count_samples((object(),), (object(),))
 
-# What the sampler draws
-
-def pcts(learn): return [s['pct_train'] for s in learn.spy.steps]
-
 @drawn(3, m=[40,64,200], drop_last=[False,True])
 def test_a_sampler_of_another_size(m, drop_last):
     "A sampler of PyTorch that draws `m` of 76 samples"
@@ -72,9 +67,7 @@ def test_a_sampler_of_another_size(m, drop_last):
         ds,g = TensorDataset(features(76), classes(76)),torch.Generator().manual_seed(0)
         return DataLoaders(TorchLoader(ds, bs, sampler=WeightedRandomSampler(torch.ones(76), m, generator=g),
                                        drop_last=drop_last), TorchLoader(ds, 16))
-    a,b = (learner(dls(bs), cb) for bs,cb in ((8,AccumulateStep(n_samples=32)), (32,None)))
-    for l in (a,b): l.fit_one_cycle(2)
-    assert_same(a, b)
+    alike(lambda: AccumulateStep(n_samples=32), dls=dls)
 
 @each(m=[40,64,200])
 def test_get_idxs_of_another_size(m):
@@ -137,20 +130,17 @@ def test_micro_batch_without_targets(name):
     assert_same(train(8, 4), train(32, None), but=('values','final_record'))
 def skip(cb): raise CancelValidException
 
-# Losses that callbacks edit
-
-@drawn(3, edit=['replaced','penalty'], event=['after_loss','before_backward'])
+@drawn(3, edit=['replaced','penalty','of_weights'], event=['after_loss','before_backward'])
 def test_edited_loss(edit, event):
-    "The loss is scaled last, so changes of `loss_grad` in `before_backward` count"
+    """The loss is scaled last, so changes of `loss_grad` in `before_backward` count; a penalty on the weights is exact
+    where micro-batches weigh the same"""
     def do(cb):
         learn = cb.learn
         if not cb.training: return
         if edit=='replaced': learn.loss_grad = F.cross_entropy(learn.pred*2, *learn.yb)
-        else: learn.loss_grad = learn.loss_grad + .5*learn.pred.pow(2).mean()
-    a,b = (learner(make_dls(96, bs), [Callback(**{event:do})]+cbs, opt_func=SGD)
-           for bs,cbs in ((8,[AccumulateStep(4)]), (32,[])))
-    for l in (a,b): l.fit(2)
-    assert_same(a, b)
+        elif edit=='penalty': learn.loss_grad = learn.loss_grad + .5*learn.pred.pow(2).mean()
+        else: learn.loss_grad = learn.loss_grad + sum(p.pow(2).sum() for p in cb.model.parameters())/7
+    alike(also=lambda: Callback(**{event:do}), n=76 if edit=='of_weights' else 96)
 
 # Gradients of another backward pass
 
@@ -160,30 +150,14 @@ weighted = nn.CrossEntropyLoss(weight=tensor([1.,10.,3.]).double())
 
 def test_another_backward_pass():
     "One that is made when the gradients are finished is not scaled"
-    def do(cb): push(cb.learn)
-    a,b = (learner(make_dls(76, bs), [Callback(before_step=do)]+cbs, loss_func=weighted)
-           for bs,cbs in ((8,[AccumulateStep(4)]), (32,[])))
-    for l in (a,b): l.fit(2)
-    assert_same(a, b)
+    alike(also=lambda: Callback(before_step=lambda cb: push(cb.learn)), loss_func=weighted)
 
 @each(when=['before_fit','after_batch','before_train'])
 def test_gradients_before_a_window(when):
     "They are cleared, so the training is that of a learner that never had them"
     def do(cb):
         if when!='after_batch' or cb.training: push(cb.learn)
-    a,b = (learner(make_dls(76, bs), cbs, loss_func=weighted)
-           for bs,cbs in ((8,[Callback(**{when:do}), AccumulateStep(4)]), (32,[])))
-    for l in (a,b): l.fit(2)
-    assert_same(a, b)
-
-@each(event=['after_loss','before_backward'])
-def test_a_penalty_once_a_window(event):
-    "A penalty on the weights, added to the loss at each micro-batch, is exact where micro-batches weigh the same"
-    def do(cb):
-        if cb.training: cb.learn.loss_grad = cb.learn.loss_grad + sum(p.pow(2).sum() for p in cb.model.parameters())/7
-    a,b = (learner(make_dls(76, bs), [Callback(**{event:do})]+cbs) for bs,cbs in ((8,[AccumulateStep(4)]), (32,[])))
-    for l in (a,b): l.fit(2)
-    assert_same(a, b)
+    alike(lambda: [Callback(**{when:do}), AccumulateStep(4)], loss_func=weighted)
 
 # Losses in other clothes
 
@@ -224,11 +198,7 @@ class OwnMean(nn.CrossEntropyLoss):
         return loss.mean() if self.reduction=='none' else loss/len(y)
 
 @each(reduction=['none','sum'])
-def test_subclass_that_reduces_by_itself(reduction):
-    a,b = (learner(make_dls(76, bs), cb, loss_func=OwnMean(reduction=reduction))
-           for bs,cb in ((8,AccumulateStep(4)), (32,None)))
-    for l in (a,b): l.fit(2)
-    assert_same(a, b)
+def test_subclass_that_reduces_by_itself(reduction): alike(loss_func=OwnMean(reduction=reduction))
 
 class MultiTask(nn.CrossEntropyLoss):
     "A loss with two predictions and two targets"
@@ -246,29 +216,20 @@ def test_subclass_with_several_targets(kind):
         dls = make_dls(76, bs, y=(classes(76),features(76,1,seed=3)[:,0]))
         dls.n_inp = 1
         return dls
-    a,b = (learner(dls(bs), cb, model=TwoHeads(kind), loss_func=MultiTask())
-           for bs,cb in ((8,AccumulateStep(4)), (32,None)))
-    for l in (a,b): l.fit(2)
-    assert_same(a, b)
+    alike(dls=dls, model=partial(TwoHeads, kind), loss_func=MultiTask())
 
-@each(dtype=[torch.uint8,torch.int16])
+@each(dtype=[torch.uint8,torch.int8,torch.int16,torch.int32])
 def test_small_integers(dtype):
     "Class weights, and targets that are no `long`"
     class Long(nn.CrossEntropyLoss):
         def forward(self, pred, y): return super().forward(pred, y.long())
-    a,b = (learner(make_dls(76, bs, y=rare().to(dtype)), cb, loss_func=Long(weight=W))
-           for bs,cb in ((8,AccumulateStep(4)), (32,None)))
-    for l in (a,b): l.fit(2)
-    assert_same(a, b)
+    alike(y=rare().to(dtype), loss_func=Long(weight=W))
 
 def test_loss_swapped_before_training():
     "Another callback replaces the loss function by one that sums"
     class Swap(Callback):
         def before_train(self): self.learn.loss_func = DiceLike()
-    a,b = (learner(make_dls(96, bs), [Swap(),*cbs], opt_func=SGD, lr=1e-3)
-           for bs,cbs in ((8,[AccumulateStep(4)]), (32,[])))
-    for l in (a,b): l.fit(2)
-    assert_same(a, b)
+    alike(also=Swap, n=96, opt_func=SGD, lr=1e-3, fit=lambda l: l.fit(2))
 class DiceLike(nn.Module):
     "Sums by nature"
     def __init__(self, reduction='sum'): super().__init__(); self.reduction = reduction
@@ -291,12 +252,8 @@ def test_loader_longer_than_it_says():
 @each(n=[40,152])
 def test_loader_replaced_before_training(n):
     "The windows are those of the loader that is trained on"
-    def other(bs): return make_dls(n, bs, x=features(160), y=classes(160), shuffle=False).train
-    def do(cb, bs): cb.learn.dl = other(bs)
-    a,b = (learner(make_dls(76, bs), [Callback(before_train=partial(do, bs=bs))]+cbs)
-           for bs,cbs in ((8,[AccumulateStep(4)]), (32,[])))
-    for l in (a,b): l.fit_one_cycle(2)
-    assert_same(a, b)
+    def other(cb): cb.learn.dl = make_dls(n, cb.dls.train.bs, x=features(160), y=classes(160), shuffle=False).train
+    alike(also=lambda: Callback(before_train=other))
 
 # MicroBatch
 
@@ -336,16 +293,14 @@ def test_inputs_without_rows(last, coupled):
     a.dls.n_inp = b.dls.n_inp = 2
     assert rel(a.get_preds(dl=test)[0], b.get_preds(dl=test)[0])[0]<=TOL
 
-# The rest
-
 def test_a_model_with_the_name_of_a_callback():
     "`model.lr_finder` is no `LRFinder`, and `model.accumulate_step` no callback"
-    model = Keeps()
-    model.lr_finder = model.accumulate_step = model.micro_batches = model.recorder = 'a part of the model'
-    for cb,bs in (AccumulateStep(4),8),(MicroBatch(8),32):
-        a,b = learner(make_dls(76, bs), cb, model=deepcopy(model)),learner(make_dls(76, 32), model=deepcopy(model))
-        for l in (a,b): l.fit(2)
-        assert_same(a, b)
+    def model():
+        m = Keeps()
+        m.lr_finder = m.accumulate_step = m.micro_batches = m.recorder = 'a part of the model'
+        return m
+    alike(model=model)
+    alike(lambda: MicroBatch(8), bs=32, model=model)
 
 def test_shuffled_texts():
     "fastai's loader of texts sorts what it shuffles, and gives its order as an iterator"
@@ -400,9 +355,5 @@ def test_dictionary_of_weight_zero():
     assert_same(a, b, but=('values','final_record'))   # the validation loader is the training loader, in other batches
 
 def test_frozen_groups():
-    def train(bs, cb=None):
-        learn = make_learner(make_dls(76, bs), cbs=cb)
-        learn.freeze(); learn.fit_one_cycle(1)
-        learn.unfreeze(); learn.fit_one_cycle(2, slice(1e-3,1e-2))
-        return learn
-    assert_same(train(8, AccumulateStep(4)), train(32))
+    def fit(l): l.freeze(); l.fit_one_cycle(1); l.unfreeze(); l.fit_one_cycle(2, slice(1e-3,1e-2))
+    same(lambda: AccumulateStep(4), fit=fit)

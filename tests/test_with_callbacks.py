@@ -167,7 +167,7 @@ def test_rnn_callbacks(works):
     works(a, b)
     assert a.model.n_reset==b.model.n_reset==6   # before the fit, in each of four passes, and after it
 
-@row('Callbacks', 'RNNRegularizer', tol=1e-6,
+@row('Callbacks', 'RNNRegularizer', tol=TOL32,
      note='fastai computes the penalty in float32. It is exact if the weight of a micro-batch is its number of '
           'samples. For '
      'other losses, put the penalty into the loss function.')

@@ -406,7 +406,7 @@ def test_hooks(works):
 
 # since its statistics are float32
 @row('Hooks', 'ActivationStats', 'mean, near_zero and histogram for each window; the training itself to 1e-12',
-     tol=1e-6,
+     tol=TOL32,
      note='It makes one entry per micro-batch. `every` counts windows, and takes all their micro-batches.')
 @each(every=[None, 1, 2])
 def test_activation_stats(every, works):

@@ -2,7 +2,6 @@
 from matrix import *
 from test_losses import BS,N,W,flat,ignoring,losses,pair as loss_pair,rare
 
-FLAT = 1e-5   # fastai's wrapped losses and `DiceLoss` compute in float32, whatever they are given
 
 fastais = dict(   # cases of `flat`, and a note
     CrossEntropyLossFlat           = ('ce ce_void ce_axis',
@@ -16,7 +15,7 @@ fastais = dict(   # cases of `flat`, and a note
     DiceLoss                       = ('dice', 'It is a sum over the batch, and stays one.'),
 )
 assert {k for ks,_ in fastais.values() for k in ks.split()}==set(flat), 'a loss has no row'
-def marks(name, note): return row('Losses', name, tol=FLAT, note=' '.join(['Computed in float32.', *L(note or None)]))
+def marks(name, note): return row('Losses', name, tol=TOL32, note=' '.join(['Computed in float32.', *L(note or None)]))
 @pytest.mark.parametrize('name', [pytest.param(k, marks=marks(k, note)) for k,(_,note) in fastais.items()])
 def test_flat(name, works):
     "In float32, with momentum instead of Adam, since Adam would divide one rounding error by another"
