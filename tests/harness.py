@@ -105,6 +105,11 @@ class OnCpu(MixedPrecision):
         self.kept = list(self.scales)
         super().after_fit()
 
+class StackedCE(nn.CrossEntropyLoss): y_int = True   # as fastai's: MixUp mixes losses, not targets
+
+class NoValid(Callback):
+    def before_validate(self): raise CancelValidException
+
 class EachMicro(Callback):
     "Has `after_batch` at each micro-batch"
     each_micro_batch = True

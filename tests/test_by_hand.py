@@ -6,8 +6,6 @@ from fastai_accum.patch import *
 cbs = dict(acc=lambda: AccumulateStep(4), micro=lambda: MicroBatch(3), coupled=lambda: MicroBatch(3, coupled=True),
            both=lambda: [AccumulateStep(2), MicroBatch(3)])
 
-class StackedCE(nn.CrossEntropyLoss): y_int = True   # as fastai's: MixUp mixes losses, not targets
-
 @each(name=cbs)
 def test_events_by_hand(name):
     def images(bs): return make_dls(64, bs, x=features(64, 16).view(64,1,4,4), y=classes(64), shuffle=False)

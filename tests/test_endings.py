@@ -218,10 +218,10 @@ def endings(n, *columns, of=lambda e: True, also=()):
 ctrl_c = [('KeyboardInterrupt','after_backward',MID,0,f) for f in followers]
 others = [('OutOfMemoryError','model',BOUNDARY,0,'fit'), ('CancelFitException','after_batch',MID,-1000,'turn_off')]
 
-@pytest.mark.parametrize('ending,follower', endings(28, followers, also=ctrl_c+others))
+@pytest.mark.parametrize('ending,follower', endings(24, followers, also=ctrl_c+others))
 def test_follows_an_ending(ending, follower, tmp_path): follow(ending, follower, tmp_path)
 
-@pytest.mark.parametrize('ending,n_epoch', endings(30, (1,2)))
+@pytest.mark.parametrize('ending,n_epoch', endings(26, (1,2)))
 def test_what_is_left(ending, n_epoch, tmp_path): leave(ending, n_epoch, tmp_path)
 
 @pytest.mark.parametrize('ending,follower', endings(18, followers, of=lambda e: not e.is_caught))

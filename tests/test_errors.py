@@ -42,7 +42,7 @@ def test_together_with_fastais():
     learn.remove_cb(GradientAccumulation)
     trains(learn)
 
-def test_twice():
+def test_added_twice():
     refused(make_learner(make_dls(64, 8), cbs=[AccumulateStep(4), AccumulateStep(2)]),
             'have this callback (twice|2 times)')
     cb = AccumulateStep(4)

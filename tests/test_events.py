@@ -20,7 +20,7 @@ cases = dict(
 fits = dict(fit=lambda l: l.fit(2), one_cycle=lambda l: l.fit_one_cycle(3),
             lr_find=lambda l: l.lr_find(num_it=7, show_plot=False, suggest_funcs=None))
 
-@drawn(14, case=cases, fit=fits)
+@drawn(12, case=cases, fit=fits)
 def test_every_event(case, fit, tmp_path):
     "Events, counters, the schedule and the loss, at orders around fastai's own"
     a,b = pair(**cases[case], also=probes, fit=fits[fit], path=tmp_path)
@@ -57,7 +57,7 @@ def test_boundary_and_counts():
     learn.validate()
     assert c.n_steps==3 and learn.accumulate_step.window is None
 
-def test_train_metrics():
+def test_metrics_of_training():
     "Metrics of the training set count every micro-batch with its own loss; the loss that is logged is the window's"
     def fit(learn): learn.recorder.train_metrics = True; learn.fit(2)
     for c in 'kept','micro','coupled','both':
@@ -257,7 +257,7 @@ class PredictsInside(Predicts):
 callbacks = dict(average=Average, every=EveryOther, noisy=Noisy, validates=Validates, predicts=Predicts,
                  inside=PredictsInside)
 
-@drawn(9, name=callbacks, case=['kept','dropped','n_samples','shorter','micro','coupled','both'])
+@drawn(7, name=callbacks, case=['kept','dropped','n_samples','shorter','micro','coupled','both'])
 def test_what_acts_once_a_batch(name, case):
     a,b = same(**cases[case], also=callbacks[name], but=('final_record','values') if name=='validates' else ())
     for k in 'avg','seen': close(*(getattr(first(l.cbs, risinstance(callbacks[name])), k, []) for l in (a,b)))

@@ -202,9 +202,7 @@ def test_a_window_begins_with_cleared_gradients():
     assert_same(a, b)
 
 def test_given_to_fit():
-    a,b = make_learner(make_dls(76, 8)),make_learner(make_dls(76, 32))
-    a.fit(2, cbs=AccumulateStep(4)); b.fit(2)
-    assert_same(a, b)
+    a,_ = same(list, fit=lambda l: l.fit(2, cbs=AccumulateStep(4) if l.dls.train.bs==8 else None))
     assert not hasattr(a, 'accumulate_step')
 
 def test_dropped_tail():
@@ -241,9 +239,6 @@ def test_progress_moves_at_each_micro_batch(cb, monkeypatch):
     learn.fit(1)
     assert list(dict.fromkeys(seen))==[(i,10) for i in range(9 if getattr(cb, 'drop_last', None) else 11)]
 
-class NoValid(Callback):
-    def before_validate(self): raise CancelValidException
-
 def test_a_callback_that_does_not_run():
     "One that has set its `run` to False stays off"
     cb = Callback(); cb.order = 55; cb.seen = []
@@ -253,7 +248,7 @@ def test_a_callback_that_does_not_run():
     learn.fit(2)
     assert not cb.seen
 
-@drawn(9, which=[{1}, {3}, {9}, {1,3,4,5}, {4,5,6,7}, {8,9}], order=[-1000,0,1000],
+@drawn(7, which=[{1}, {3}, {9}, {1,3,4,5}, {4,5,6,7}, {8,9}], order=[-1000,0,1000],
        event=['before_batch','after_pred','after_loss','before_backward'])
 def test_cancelled_micro_batches(which, event, order):
     """A micro-batch that is cancelled before its backward pass adds nothing, and its window steps all the same, also
@@ -327,17 +322,6 @@ def test_varying_batch_sizes():
         assert learn.train_iter==len(windows)
         assert learn.accumulate_step.counts.n_stepped==n
         assert learn.recorder.lrs==learn.recorder.hps['lr'] and len(learn.recorder.lrs)==len(windows)
-
-def test_loaders_of_pytorch():
-    "PyTorch's own `DataLoader`, with and without a batch sampler"
-    from torch.utils.data import DataLoader as TorchLoader, TensorDataset, BatchSampler, SequentialSampler
-    ds = TensorDataset(features(76), classes(76))
-    for make in (lambda bs: TorchLoader(ds, batch_size=bs), lambda bs: TorchLoader(ds, batch_size=bs, drop_last=True),
-                 lambda bs: TorchLoader(ds, batch_sampler=BatchSampler(SequentialSampler(ds), bs, True))):
-        a,b = (make_learner(DataLoaders(make(bs), TorchLoader(ds, batch_size=16)), cbs=cbs)
-               for bs,cbs in ((8,AccumulateStep(4)), (32,None)))
-        for l in (a,b): l.fit_one_cycle(2)
-        assert_same(a, b)
 
 def test_pickle_and_deepcopy(tmp_path):
     a,b = make_learner(make_dls(76, 8), cbs=AccumulateStep(4)),make_learner(make_dls(76, 32))
@@ -446,7 +430,4 @@ def test_axis_of_wandb_varying():
 def test_terminate_on_nan_of_weight_0():
     "A micro-batch of weight 0 does not end training: its loss of NaN is not shown"
     y = classes(76); y[8:16] = -100
-    runs = (8,[AccumulateStep(4)]), (32,[])
-    a,b = (make_learner(make_dls(76, bs, y=y, shuffle=False), cbs=[TerminateOnNaNCallback()]+cbs) for bs,cbs in runs)
-    for l in (a,b): l.fit(2)
-    assert_same(a, b)
+    same(lambda: AccumulateStep(4), also=TerminateOnNaNCallback, y=y)

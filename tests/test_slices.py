@@ -8,10 +8,8 @@ from harness import *
 from fastai_accum import cutting
 from fastai_accum.microbatch import *
 from fastai_accum.slices import *
-from fastai_accum.devices import is_out_of_memory
 from fastai_accum.devices import n_autocast
 from fastai_accum.patch import *
-from fastai_accum.extras.batchnorm import *
 from fastai_accum.extras.precision import *
 from fastai.callback.mixup import *
 
@@ -290,8 +288,6 @@ def test_the_size():
     assert type(train(MicroBatch(np.int64(5))).micro_batches.bs) is int
     with pytest.warns(UserWarning, match='MicroBatch: bs=100 is above the batch size 32 of the loader'):
         train(MicroBatch(100))
-
-class StackedCE(nn.CrossEntropyLoss): y_int = True   # as fastai's: MixUp mixes losses, not targets
 
 @each(mix=[MixUp,CutMix])
 def test_mixup_in_slices(mix, monkeypatch):
@@ -586,8 +582,6 @@ def test_outputs_without_gradient():
     assert_same(train(MicroBatch(8, coupled=True), model=Detaches, loss_func=Bank(), fit=fit, **one_group),
                 train(model=Kept, loss_func=Bank(), fit=fit, **one_group))
 
-class NoValid(Callback):
-    def before_validate(self): raise CancelValidException
 
 def test_slices_without_gradient():
     "A slice, or all of the model, has no part in the gradient"
@@ -826,9 +820,8 @@ def test_refused_before_the_first_step():
     for n,kw,match in (76,{},r'pred\[1\] is a Tensor of shape'),(76,dict(valid=False),None),(4,{},None):
         learn = make_learner(make_dls(76, n), Hidden2(), first_of, cbs=MicroBatch(5, **kw), **one_group)
         with pytest.raises(ValueError, match=match) if match else nullcontext():
-            learn.fit(1, cbs=Callback(before_validate=no_valid))
+            learn.fit(1, cbs=NoValid())
         assert bool(learn.spy.steps)==(match is None)
-def no_valid(cb): raise CancelValidException
 
 def replaced(m, args): return tuple(x*2 for x in args)
 class Calls(Learner):

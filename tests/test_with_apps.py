@@ -131,7 +131,7 @@ def void_mask(i):
 @app('segmentation',
      note='`DynamicUnet` on two convolutions. `to_group_norm` replaces its batch norm, and `ignore_index` leaves out '
           'void pixels.')
-def test_unet(works):
+def test_unet_with_group_norm(works):
     def make(bs):
         dls = loaders(bs, (ImageBlock(PILImageBW), MaskBlock(['paper','ink'])), [grey, void_mask])
         encoder = nn.Sequential(nn.Conv2d(1, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 8, 3, 2, 1), nn.ReLU())
@@ -313,7 +313,7 @@ def lm_by_hand(model, batches, n_step, n_epoch, lr):
      compared='the weights and the loss of each step, with a loop in plain PyTorch over the same batches',
      note='AWD-LSTM carries its state from batch to batch, and the last batch is short. '
      'We compare with a loop, because a loader with a larger batch size cuts the text into other streams.')
-def test_awd_lstm(works):
+def test_stream_of_texts(works):
     dl = LMDataLoader(texts(n=89), bs=8, seq_len=10)
     n_tokens = [y.numel() for _,y in dl]
     is_short = len(n_tokens)%4>1 and 0<n_tokens[-1]<n_tokens[0]

@@ -85,8 +85,6 @@ class Draws:
         self.n,self.table = 0,torch.rand(1000, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     def sample(self, shape): self.n += shape[0]; return self.table[self.n-shape[0]:self.n]
 
-class StackedCE(nn.CrossEntropyLoss): y_int = True   # as fastai's: MixUp mixes losses, not targets
-
 def injected(cls, draws):
     cb = cls()
     cb.distrib = draws
@@ -202,7 +200,7 @@ def test_compile(backend, works):
     works(*pair(model=lambda: torch.compile(small_model(), backend=backend), splitter=trainable_params))
     torch._dynamo.reset()
 
-def drawn(cls, **kw):
+def draws(cls, **kw):
     "Loaders that draw with replacement or in part: the same draws for each run"
     def make(n, bs, drop_last):
         np.random.seed(0)
@@ -213,13 +211,13 @@ def drawn(cls, **kw):
 @row('Loaders', 'WeightedDL')
 @each(drop_last=[False, True])
 def test_weighted_dl(drop_last, works):
-    works(*pair(dls=drawn(WeightedDL, wgts=range(1,77), shuffle=True), drop_last=drop_last))
+    works(*pair(dls=draws(WeightedDL, wgts=range(1,77), shuffle=True), drop_last=drop_last))
 
 @row('Loaders', 'PartialDL')
 @each(acc=[dict(n_step=4), dict(n_samples=32)])
 def test_partial_dl(acc, works):
     def train(bs, cbs):
-        learn = make_learner(drawn(PartialDL, partial_n=50)(76, bs, False), cbs=cbs)
+        learn = make_learner(draws(PartialDL, partial_n=50)(76, bs, False), cbs=cbs)
         once(learn)
         return learn
     works(train(8, AccumulateStep(**acc)), train(32, []))

@@ -68,7 +68,7 @@ def test_save_model(kw, works, tmp_path):
     a,b = pair(lambda: SaveModelCallback(fname=next(names), **kw), metrics=acc, path=tmp_path, fit=said(epochs(5)))
     works(a, b)
     works.same(a.said, b.said, 'said')
-    fa,fb = ({f.stem[1:]:torch.load(f, weights_only=False) for f in (tmp_path/'models').glob(f'{k}*.pth')}
+    fa,fb = ({f.stem[1:]:torch.load(f, weights_only=False) for f in sorted((tmp_path/'models').glob(f'{k}*.pth'))}
              for k in 'ab')
     works.same(fa, fb, 'file')
     assert len(fb)==({True:5,2:3}.get(kw.get('every_epoch'), 1))
@@ -103,7 +103,7 @@ def test_csv_logger(append, works, tmp_path):
     def fit(learn): learn.fit(3); learn.fit_one_cycle(2)
     a,b = pair(lambda: CSVLogger(next(names), append=append), metrics=acc, path=tmp_path, fit=fit)
     works(a, b)
-    fa,fb = ([fields(l, ',') for l in (tmp_path/f).read_text().splitlines()] for f in ('a.csv','b.csv'))
+    fa,fb = ([fields(l, ',') for l in (tmp_path/f).read_text(encoding='utf-8').splitlines()] for f in ('a.csv','b.csv'))
     works.same([l[:-1] for l in fa], [l[:-1] for l in fb], 'file')
     assert fb[0]==['epoch','train_loss','valid_loss','acc','time'] and len(fb)==(7 if append else 3)
 

@@ -19,7 +19,7 @@ def test_none_fails():
 
 def cell(text): return text.replace('|', '\\|').replace('`', "'")
 
-def test_page():
+def test_pages_of_the_rows():
     "The committed pages are those of the committed figures"
     nbs = Path(__file__).resolve().parents[1]/'nbs'
     cells = [c for o in ('works_with','tested') for c in json.loads((nbs/f'{o}.ipynb').read_text(encoding='utf-8'))['cells']]
