@@ -44,7 +44,7 @@ sweep: $(READY) ## All endings, all of the grid, and all of whatever `make test`
 
 works: $(READY) ## Measure what the pages "Works with" and "What we tested" show, with the optional packages
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_with_*.py -m row --works-with tests/works_with.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m row --works-with tests/works_with.json
 	for f in works_with tested; do $(BIN)/nbdev-test --save nbs/$$f.ipynb || exit; done
 	$(BIN)/nbdev-clean
 
