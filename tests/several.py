@@ -163,6 +163,7 @@ def find(learn, **kwargs):
 
 cases = dict(
     tail          = Case([4]*6),
+    one_window    = Case([4]*2),
     events_weighed= Case([[1,7,2,5,3], [6,1,4,2,2], [3,3,1,1,5]], cbs=probes, loss_func=nn.CrossEntropyLoss(weight=W)),
     early_valid   = Case([4]*6, cbs=ValidatesEarly),
     no_recorder   = Case([4]*6, fit=without_recorder),

@@ -119,7 +119,8 @@ right_arguments = [(AccumulateStep, dict(n_acc=64), r'or `AccumulateStep\(n_samp
 
 def test_the_right_argument():
     for cls,kw,match in right_arguments:
-        with pytest.raises(TypeError, match=f'{cls.__name__}: .*{match}'): cls(**kw)
+        for f in (cls,turn_on_accumulation)[:1+(cls is AccumulateStep)]:
+            with pytest.raises(TypeError, match=f'{cls.__name__}: .*{match}'): f(**kw)
 
 def test_flags_have_a_name():
     "`MicroBatch(8, True)` does not say which flag is meant"

@@ -323,19 +323,6 @@ def test_varying_batch_sizes():
         assert learn.accumulate_step.counts.n_stepped==n
         assert learn.recorder.lrs==learn.recorder.hps['lr'] and len(learn.recorder.lrs)==len(windows)
 
-def test_pickle_and_deepcopy(tmp_path):
-    a,b = make_learner(make_dls(76, 8), cbs=AccumulateStep(4)),make_learner(make_dls(76, 32))
-    for l in (a,b): l.fit(1)
-    c = deepcopy(a)
-    for l in (a,b,c): l.spy.steps = []; l.dls.train.rng = random.Random(0); l.fit(1)
-    assert_same(a, b); assert_same(c, b)
-    learn = make_learner(make_dls(76, 8), cbs=AccumulateStep(4))
-    learn.remove_cb(Spy); learn.recorder.smooth_loss = AvgSmoothLoss(); learn.logger = print
-    learn.path = tmp_path; learn.export('a.pkl')
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        assert load_learner(tmp_path/'a.pkl').accumulate_step.n_step==4
-
 class LoseItem(Items):
     "A dataset that fails once, as a corrupt image does"
     def __getitem__(self, i):

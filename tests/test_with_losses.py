@@ -1,4 +1,4 @@
-"Losses, in windows of very unequal weights (`test_loss` has the grids), and what is not the same"
+"Losses, in windows of very unequal weights (`test_losses` has the grids), and what is not the same"
 from matrix import *
 from test_losses import BS,N,W,flat,ignoring,losses,pair as loss_pair,rare
 
