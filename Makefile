@@ -3,7 +3,7 @@ BIN    ?= .venv/bin
 DEMO   := $(dir $(BIN)).demo
 READY  := $(dir $(BIN)).installed
 
-.PHONY: help demo test test-all test-fresh test-oldest works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-cost bench-drift bench-checkpointing bench-memory bench-proof bench-noise what-fits bench-gpu proved size clean
+.PHONY: help demo test test-all test-fresh test-oldest sweep works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-cost bench-drift bench-checkpointing bench-memory bench-proof bench-noise what-fits bench-gpu proved size clean
 
 help: ## One line for each command
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -39,9 +39,12 @@ test-oldest: ## Every test with the oldest fastai and PyTorch that we support, i
 	$(OLDEST) -m pip install --quiet --disable-pip-version-check -c .github/oldest.txt -e . pytest pytest-xdist hypothesis accelerate build twine 'setuptools>=77'
 	OMP_NUM_THREADS=1 $(OLDEST) -m pytest -n 2 --dist loadfile tests
 
+sweep: $(READY) ## All endings, all of the grid, and all of whatever `make test` draws a sample of (at night)
+	SWEEP=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests
+
 works: $(READY) ## Measure what the pages "Works with" and "What we tested" show, with the optional packages
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/corners -m row --works-with tests/works_with.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m row --works-with tests/works_with.json
 	for f in works_with tested; do $(BIN)/nbdev-test --save nbs/$$f.ipynb || exit; done
 	$(BIN)/nbdev-clean
 

@@ -9,7 +9,7 @@ The last one needs a process of its own: importing fastxtend changes the default
 import sys,tempfile,warnings
 warnings.filterwarnings('ignore')
 from common import *
-for o in 'tests','tests/promise': sys.path.insert(0, str(Path(__file__).resolve().parent.parent/o))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent/'tests'))
 from harness import *
 from test_fastais_callback import PerToken,grad_error,learner,losses,once,run
 
@@ -86,7 +86,7 @@ def frozen(acc):
 def uneven(name):
     "A case of the tests, with two windows of 32 samples instead of one"
     def case(acc):
-        _,loss,y,*n = losses[name]
+        loss,y,*n = losses[name]
         def train(bs, cb=None):
             learn = learner(64, bs, cb, y=torch.cat([y,y]), loss=loss)
             if n: learn.model = PerToken(*n); learn.splitter = trainable_params

@@ -1,7 +1,7 @@
-import json,random,sys
+import json,sys
 from contextlib import suppress
 from pathlib import Path
-import numpy as np,pytest,torch
+import pytest,torch
 # corners use the promise's cases, and `fakegpu` is in simulated
 for o in 'corners','promise','simulated': sys.path.insert(0, str(Path(__file__).resolve().parent/o))
 # the tensors are tiny, and threads that wait for each other make a busy machine ten times slower
@@ -11,7 +11,7 @@ import harness
 @pytest.fixture(autouse=True)
 def seeds():
     "A test does the same in each run, whatever ran before it"
-    random.seed(0); np.random.seed(0); torch.manual_seed(0)
+    harness.seed_all()
 
 def pytest_collection_finish(session):
     """Load the simulated accelerator if a test asks for it, and only then: it belongs to the whole process. PyTorch
@@ -99,4 +99,4 @@ def pytest_sessionfinish(session, exitstatus):
                      f'another process): {sorted(missing)}')
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent/'benchmarks'))
     from common import machine
-    Path(out).write_text(json.dumps(dict(machine=machine(), rows=list(results.values())), indent=1)+'\n')
+    Path(out).write_text(json.dumps(dict(machine=machine(), rows=list(results.values())), indent=1)+'\n', encoding='utf-8')

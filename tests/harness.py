@@ -4,13 +4,59 @@ Everything is float64, with plain `torch.nn` losses: fastai's flattened losses r
 floor of 1e-8 under any comparison. `TOL` is a relative error. Sums of the same numbers in another order differ by a
 few units in the last place (2e-16); the bound leaves three digits for optimizers that divide by small numbers."""
 from functools import partialmethod
-import pytest
+import inspect,pytest
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai_accum.core import *
 from fastai_accum.microbatch import MicroBatch
 
 TOL = 1e-12
+TOL32 = 1e-4   # where fastai rounds to float32, by 6e-8: gradients that cancel differ by up to 1e-6
+
+SWEEP = bool(os.environ.get('SWEEP'))   # all of what is drawn below: `make sweep`
+
+def sample(cases, n=0):
+    """Some of `cases`, which are tuples, drawn with a fixed seed: so many that each value still occurs in its column,
+    and then others with new pairs of values, up to `n` in all. With `SWEEP=1` in the environment, all"""
+    cases = list(cases)
+    if SWEEP: return cases
+    random.Random(0).shuffle(cases)
+    res,seen = [],set()
+    def new(c): return {k for i in (1,2) for k in itertools.combinations(enumerate(map(str, c)), i)}-seen
+    for least in range(len(cases[0]), -1, -1):   # of values that did not occur yet
+        for c in cases:
+            ks = new(c)
+            if ks and sum(len(k)==1 for k in ks)>=least and (least or len(res)<n):
+                res.append(c)
+                seen |= ks
+    return res
+
+def drawn(n, /, **columns):
+    "Call a test with a `sample` of the combinations of `columns`"
+    names = [{i:getattr(o, '__name__', str(o)) for i,o in enumerate(c)} for c in columns.values()]
+    values = [list(c) for c in columns.values()]
+    cases = sample(itertools.product(*names), n)
+    return pytest.mark.parametrize(','.join(columns), [pytest.param(*[v[i] for v,i in zip(values, c)],
+        id='-'.join(nm[i] for nm,i in zip(names, c))) for c in cases])
+
+def seed_all(): random.seed(0); np.random.seed(0); torch.manual_seed(0)
+
+def each(**columns):
+    "One test that tries every combination of `columns`; an error says with which"
+    def wrap(f):
+        sig = inspect.signature(f)
+        def test(**fixtures):
+            for c in itertools.product(*columns.values()):
+                seed_all()
+                try: f(**fixtures, **dict(zip(columns, c)))
+                except BaseException as e:
+                    e.add_note(f'with {dict(zip(columns, c))}')
+                    raise
+        test.__signature__ = sig.replace(parameters=[p for k,p in sig.parameters.items() if k not in columns])
+        test.__name__,test.__doc__,test.__module__ = f.__name__,f.__doc__,f.__module__
+        test.pytestmark = getattr(f, 'pytestmark', [])
+        return test
+    return wrap
 
 class AvgSmoothLoss64(AvgSmoothLoss):
     "`AvgSmoothLoss` starts from a float32 zero, which float64 losses cannot be mixed with"
@@ -57,6 +103,11 @@ class OnCpu(MixedPrecision):
     def after_fit(self):
         self.kept = list(self.scales)
         super().after_fit()
+
+class StackedCE(nn.CrossEntropyLoss): y_int = True   # as fastai's: MixUp mixes losses, not targets
+
+class NoValid(Callback):
+    def before_validate(self): raise CancelValidException
 
 class EachMicro(Callback):
     "Has `after_batch` at each micro-batch"
@@ -166,6 +217,8 @@ def assert_same(a, b, tol=TOL, but=()):
     assert err<=tol, f'relative error {err:.2e} at {where}, allowed {tol:.0e}'
     assert len(b.spy.steps)>0, 'the large batch made no step, so nothing was compared'
     return err
+
+def weights(learn): return [p.detach() for p in learn.model.parameters()]
 
 def is_clean(learn):
     "No gradient is left, no open window, and nothing that was lent to the learner or its model"

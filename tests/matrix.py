@@ -4,7 +4,7 @@
     def test_gradient_clip(works): works(*pair(GradientClip))
 
 `make works` runs them all and writes `works_with.json`, which the page reads."""
-import importlib,json,pytest,re,sys
+import importlib,json,pytest,re
 from harness import *
 
 def row(group, name, compared='everything', tol=TOL, note=''):
@@ -17,7 +17,7 @@ def key(row): return row['group'],row['name']
 def committed():
     "The rows that the page shows"
     p = Path(__file__).parent/'works_with.json'
-    return {key(r):r for r in json.loads(p.read_text())['rows']} if p.exists() else {}
+    return {key(r):r for r in json.loads(p.read_text(encoding='utf-8'))['rows']} if p.exists() else {}
 
 def rows_of(module):
     "The rows that tests of `module` are marked with, or single cases of tests; each row once"
@@ -28,9 +28,8 @@ def rows_of(module):
 
 def all_rows():
     "The rows of all tests, each once"
-    corners = Path(__file__).resolve().parent/'corners'
-    if str(corners) not in sys.path: sys.path.insert(0, str(corners))
-    modules = [importlib.import_module(p.stem) for p in sorted(corners.glob('test_with_*.py'))]
+    here = Path(__file__).resolve().parent
+    modules = [importlib.import_module(p.stem) for p in sorted(here.glob('test_with_*.py'))]
     return [r for m in modules for r in rows_of(m)]
 
 class Works:

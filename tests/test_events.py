@@ -1,0 +1,454 @@
+"What a callback sees, and what is counted: nothing in the callbacks here knows of accumulation"
+import pytest
+from harness import *
+from fastai.callback.hook import ActivationStats
+from fastai_accum.loop import Counts
+from fastai_accum.patch import *
+
+cases = dict(
+    kept      = dict(cbs=lambda: AccumulateStep(4)),
+    dropped   = dict(cbs=lambda: AccumulateStep(4), drop_last=True),
+    asked     = dict(cbs=lambda: AccumulateStep(4, drop_last=False), n=80),
+    n_samples = dict(cbs=lambda: AccumulateStep(n_samples=64), n=200, bs=24, large=72),
+    shorter   = dict(cbs=lambda: AccumulateStep(4), n=92, skip=(3,14,15,33,60,61,62,63)),
+    one       = dict(cbs=lambda: AccumulateStep(1), bs=32),
+    micro     = dict(cbs=lambda: MicroBatch(5), bs=32),
+    auto      = dict(cbs=MicroBatch, bs=32),
+    coupled   = dict(cbs=lambda: MicroBatch(5, coupled=True), bs=32),
+    both      = dict(cbs=lambda: [AccumulateStep(4), MicroBatch(3)]),
+    both_drop = dict(cbs=lambda: [MicroBatch(3), AccumulateStep(4)], drop_last=True))
+fits = dict(fit=lambda l: l.fit(2), one_cycle=lambda l: l.fit_one_cycle(3),
+            lr_find=lambda l: l.lr_find(num_it=7, show_plot=False, suggest_funcs=None))
+
+@drawn(12, case=cases, fit=fits)
+def test_every_event(case, fit, tmp_path):
+    "Events, counters, the schedule and the loss, at orders around fastai's own"
+    a,b = pair(**cases[case], also=probes, fit=fits[fit], path=tmp_path)
+    assert [o[:-2] for o in a.seen]==[o[:-2] for o in b.seen]
+    assert {o[0] for o in b.seen}>=set(events)-({'after_epoch'} if fit=='lr_find' else set())
+    close([o[-2:] for o in a.seen], [o[-2:] for o in b.seen])
+    if fit!='lr_find': assert_same(a, b)
+
+@each(order=[-math.inf, 0, 1000])
+def test_before_step(order):
+    "`before_step` sees finished gradients and the mean loss of the window, at any order, and may change them"
+    class Look(Callback):
+        def before_fit(self): self.seen = []
+        def before_step(self):
+            self.seen.append([self.learn.loss.item()] + [p.grad.clone() for p in self.model.parameters()])
+            nn.utils.clip_grad_norm_(self.model.parameters(), .1)
+    def make(): cb = Look(); cb.order = order; return cb
+    a,b = same(lambda: AccumulateStep(4), also=make)
+    close(a.look.seen, b.look.seen)
+    assert len(b.look.seen)==6
+
+def test_boundary_and_counts():
+    log = []
+    def look(cb):
+        a = cb.accumulate_step
+        if cb.training: log.append((a.is_boundary, a.window.n_micro, a.window.n_samples, a.counts.n_steps))
+        else: assert not a.is_boundary and a.window is None
+    learn = make_learner(make_dls(76, 8), cbs=[AccumulateStep(4), Callback(before_batch=look)])
+    learn.fit(1)
+    assert log==[(i in (3,7,9), i%4+1, i%4*8, i//4) for i in range(10)]
+    c = learn.accumulate_step.counts
+    assert c==Counts(10, 76, [32,32,12])
+    assert (c.n_micro,c.n_samples,c.n_steps,c.n_stepped,c.n_thrown,c.sizes)==(10,76,3,76,0,[32,32,12])
+    learn.validate()
+    assert c.n_steps==3 and learn.accumulate_step.window is None
+
+def test_metrics_of_training():
+    "Metrics of the training set count every micro-batch with its own loss; the loss that is logged is the window's"
+    def fit(learn): learn.recorder.train_metrics = True; learn.fit(2)
+    for c in 'kept','micro','coupled','both':
+        a,b = same(**cases[c], fit=fit, metrics=[accuracy,Losses()], but=('values','final_record'))
+        assert rel(a.recorder.values, b.recorder.values)[0]<TOL32   # accuracy is a float32 mean in fastai
+        i = a.recorder.metric_names.index('train_losses')-1
+        close(L(a.recorder.values).itemgot(i), L(b.recorder.values).itemgot(i))
+
+class Gathers(Callback):
+    "Has `after_batch` at each micro-batch, and so sees each sample once"
+    each_micro_batch = True
+    def before_train(self): self.seen = []
+    def after_batch(self):
+        if self.training: self.seen.append(self.learn.pred.detach())
+class OnTheInstance(Gathers):
+    each_micro_batch = False
+    def __init__(self): self.each_micro_batch = True
+
+@each(case=['kept','micro','both'])
+def test_each_micro_batch(case):
+    "What gathers predictions, data or activations sees all of them; it says so in its class, or in the instance"
+    a,b = pair(**cases[case], also=[Gathers, OnTheInstance, lambda: ActivationStats(modules=None)],
+               fit=lambda l: l.fit(1, lr=0.))
+    close(torch.cat(a.gathers.seen), torch.cat(b.gathers.seen))
+    for l in (a,b): close(l.on_the_instance.seen, l.gathers.seen, 0)
+    assert len(a.gathers.seen)>len(b.gathers.seen) and not any(m._forward_hooks for m in a.model.modules())
+
+@each(exc=[CancelBatchException, CancelStepException])
+def test_cancelled_window(exc):
+    """`CancelBatchException` after the backward pass leaves its window out, `CancelStepException` skips its step: the
+    window is over, and its gradients are gone"""
+    event = 'after_backward' if exc is CancelBatchException else 'before_step'
+    def cancel(cb):
+        if cb.training and cb.epoch==0 and cb.micro.i==5 and event=='after_backward': raise exc
+        if cb.training and cb.epoch==0 and cb.micro.i==7 and event=='before_step': raise exc
+    def plain(cb):
+        if cb.training and cb.epoch==0 and cb.micro.i==1: raise exc
+    a = make_learner(make_dls(76, 8), cbs=[AccumulateStep(4), Callback(**{event:cancel})])
+    b = make_learner(make_dls(76, 32), cbs=Callback(**{'before_batch' if event=='after_backward' else event:plain}))
+    for l in (a,b): l.fit(2)
+    close(*([snapshot(l)[k] for k in ('params','opt','hypers','step.hypers','train_iter','pct_train')] for l in (a,b)))
+    n = a.accumulate_step.counts
+    assert n.sizes==[32,0,12,32,32,12] and n.n_thrown==32
+
+def test_no_targets():
+    "A micro-batch whose targets are all ignored adds nothing; a window of them makes no step"
+    y = classes(76); y[8:16] = -100
+    a,b = same(lambda: AccumulateStep(4), y=y)
+    assert not any(math.isnan(o) for o in a.recorder.losses)
+    y[32:64] = -100
+    learn = make_learner(make_dls(76, 8, y=y, shuffle=False), cbs=AccumulateStep(4))
+    learn.fit(2)
+    assert learn.accumulate_step.counts.sizes==[32,0,12]*2 and len(learn.spy.steps)==4
+    assert all(p.isfinite().all() for p in learn.model.parameters()) and not any(map(math.isnan, learn.recorder.losses))
+
+def test_skip_the_step():
+    "A newcomer's task in one place: skip the step when the norm of the gradient exceeds a limit"
+    limit = .4
+    class SkipLarge(Callback):
+        def before_step(self):
+            norm = torch.stack([p.grad.norm() for p in self.model.parameters()]).norm()
+            if norm>limit: raise CancelStepException
+    a,b = same(lambda: AccumulateStep(4), also=SkipLarge)
+    n = a.accumulate_step.counts
+    assert 0<n.n_steps<6 and n.n_thrown>0
+
+def test_only_fastais_bar_is_counted_for(monkeypatch):
+    "A callback, or the model, may have a bar of its own in `pbar`, or any other name of ours"
+    class Bar:
+        def __init__(self): self.seen = []
+        def update(self): self.seen.append(1)   # as tqdm's: one more
+    class Own(Callback):
+        order = 61
+        def before_fit(self): self.pbar = Bar()
+        def after_batch(self): self.pbar.update()
+    def named():
+        m = small_model()
+        m.pbar,m.autocast,m.each_micro_batch,m.train_epoch,m.cuts,m.without = Bar(),3,True,4,5,6
+        return m
+    a,b = same(lambda: AccumulateStep(4), also=Own, model=named)
+    assert a.own.pbar.seen==b.own.pbar.seen!=[]
+    with accumulation(4): learn = make_learner(make_dls(76, 8), named()); learn.fit(1)
+    assert len(learn.spy.steps)==3
+
+@each(name=['run','run_train'])
+def test_switched_off(name):
+    "As fastai's own callbacks: `run` for one fit, `run_train` in training"
+    off = dict(acc=lambda: AccumulateStep(4), micro=lambda: MicroBatch(3), coupled=lambda: MicroBatch(3, coupled=True))
+    for f in off.values():
+        def cb(): cb = f(); setattr(cb, name, False); return cb
+        a,b = pair(cb, 8, 8)
+        assert snapshot(a)['params']==[] or rel(snapshot(a), snapshot(b))[0]==0   # bit for bit plain fastai
+    learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(4))
+    learn.accumulate_step.run = False
+    learn.fit(1); assert len(learn.spy.steps)==8
+    learn.fit(1); assert len(learn.spy.steps)==8+2
+    both = make_learner(make_dls(64, 8), cbs=[AccumulateStep(4),MicroBatch(3)])
+    both.accumulate_step.run_train = False
+    both.fit(1); assert len(both.spy.steps)==8 and both.micro_batches.counts.n_micro==24
+
+def test_run_valid():
+    "`run_valid=False` is `valid=False`"
+    sizes,learn = [],make_learner(make_dls(64, 8), cbs=MicroBatch(3))
+    learn.model[0].register_forward_hook(lambda m, x, y: sizes.append(len(y)))
+    learn.validate(); assert max(sizes)==3
+    learn.micro_batches.run_valid = False
+    learn.validate(); assert max(sizes)==16
+
+class Unlabelled(DataLoader):
+    "Some batches have no targets"
+    def __iter__(self): return ((b[0],) if i in self.without else b for i,b in enumerate(super().__iter__()))
+
+@each(without=[range(8), range(1,8), [0], [2]])
+def test_batches_without_targets(without):
+    "They make no step, and have their `after_batch`, as in plain fastai"
+    class Count(Callback):
+        n = 0
+        def after_batch(self): self.n += self.training
+    def train(cbs=None):
+        dls = make_dls(64, 8)
+        dls.train.__class__,dls.train.without,dls.n_inp = Unlabelled,without,1
+        learn = make_learner(dls, cbs=[Count(), *L(cbs)])
+        learn.fit(1)
+        return learn
+    a,b = train(AccumulateStep(1)),train()
+    assert a.count.n==b.count.n==8 and len(a.spy.steps)==len(b.spy.steps)==8-len(without)
+    assert a.train_iter==b.train_iter==8 and train(AccumulateStep(4)).count.n==2
+
+def test_a_subclass_with_its_own_before_fit():
+    "It need not call `super()`: what the last fit has counted does not stay"
+    class Own(AccumulateStep):
+        def before_fit(self): self.mine = 1
+    class Calls(AccumulateStep):
+        def before_fit(self): self.n_step = 4; super().before_fit()
+    for cb in Own(4),Calls(2):
+        learn = make_learner(make_dls(64, 8), cbs=cb)
+        for _ in range(2):
+            learn.fit(1)
+            assert cb.counts.sizes==[32,32]
+
+def test_every_event_by_the_patch():
+    def train(bs, n):
+        learn = make_learner(make_dls(76, bs, shuffle=False), cbs=probes())
+        with accumulation(n): learn.fit_one_cycle(2)
+        return learn.seen
+    close(train(8, 4), train(32, 1))
+
+class Average(Callback):
+    "An exponential average of the weights, updated in `after_batch`"
+    def before_fit(self): self.avg = [p.detach().clone() for p in self.model.parameters()]
+    def after_batch(self):
+        if self.training:
+            for a,p in zip(self.avg, self.model.parameters()): a.lerp_(p.detach(), .3)
+
+class EveryOther(Callback):
+    "Does something every other batch, by `self.iter`"
+    def before_fit(self): self.seen = []
+    def after_batch(self):
+        if self.training and self.iter%2==0:
+            self.seen += [self.iter, self.n_iter, *(p.detach().clone() for p in self.model.parameters())]
+
+class Noisy(Callback):
+    "Changes the weights in `after_batch`"
+    def after_batch(self):
+        if self.training and self.iter==1: self.model[0].weight.data.mul_(.9)
+
+class Validates(Callback):
+    "Validates in the middle of an epoch, which leaves the learner in validation"
+    run_valid = False
+    def before_fit(self): self.seen = []
+    def after_batch(self):
+        if self.iter==1: self.learn.validate()
+
+kept = 'dl iter n_iter epoch train_iter pct_train xb yb pred loss smooth_loss final_record'.split()
+
+class Predicts(Callback):
+    "Gets predictions in the middle of an epoch, and puts the learner back"
+    run_valid,inner,event = False,False,'after_batch'
+    def before_fit(self): self.seen = []
+    def _predict(self):
+        if self.iter%2: return
+        was = {k:v for k,v in vars(self.learn).items() if k in kept}
+        # validation sets it back
+        recorder = {k:deepcopy(v) for k,v in vars(self.learn.recorder).items() if k!='learn'}
+        self.seen += self.learn.get_preds(inner=self.inner)
+        for k,v in was.items(): setattr(self.learn, k, v)
+        vars(self.learn.recorder).update(recorder)
+        self.learn.training = True
+        self.model.train()
+    def after_batch(self): self._predict()
+
+class PredictsInside(Predicts):
+    "The same within the fit, after the step"
+    inner,after_batch = True,noop
+    def after_step(self): self._predict()
+
+callbacks = dict(average=Average, every=EveryOther, noisy=Noisy, validates=Validates, predicts=Predicts,
+                 inside=PredictsInside)
+
+@drawn(7, name=callbacks, case=['kept','dropped','n_samples','shorter','micro','coupled','both'])
+def test_what_acts_once_a_batch(name, case):
+    a,b = same(**cases[case], also=callbacks[name], but=('final_record','values') if name=='validates' else ())
+    for k in 'avg','seen': close(*(getattr(first(l.cbs, risinstance(callbacks[name])), k, []) for l in (a,b)))
+
+def test_last_micro_batch():
+    "In `after_batch`, `xb`, `yb` and `pred` are those of the last micro-batch"
+    sizes = []
+    look = Callback(after_batch=lambda cb: sizes.append((len(cb.xb[0]), len(cb.yb[0]), len(cb.pred),
+                                                         cb.accumulate_step.is_boundary)) if cb.training else None)
+    make_learner(make_dls(76, 8, shuffle=False), cbs=[AccumulateStep(4), look]).fit(1)
+    assert sizes==[(8,8,8,True),(8,8,8,True),(4,4,4,True)]
+
+def test_boundary_of_a_short_loader():
+    "`is_boundary` is true at the step and in `after_batch`, also where a window turned out to be the last"
+    seen = []
+    look = lambda cb: seen.append(cb.accumulate_step.is_boundary) if cb.training else None
+    make_learner(make_dls(92, 8, skip=range(20), shuffle=False),
+                 cbs=[AccumulateStep(4), Callback(before_step=look, after_step=look, after_batch=look)]).fit(1)
+    assert seen==[True]*9
+
+class Own(Learner):
+    "Overrides what fastai's loop calls"
+    def __init__(self, *args, **kwargs): self.calls = []; super().__init__(*args, **kwargs)
+    def one_batch(self, i, b): self.calls.append('one_batch'); super().one_batch(i, b)
+    def _backward(self): self.calls.append('_backward'); (self.loss_grad*2).backward()
+    def _step(self): self.calls.append('_step'); super()._step()
+
+@each(how=['class','instance'])
+def test_what_users_override(how):
+    "Subclasses and methods put on the learner are used for each micro-batch, and the step once a window"
+    def train(bs, cbs):
+        learn = make_learner(make_dls(76, bs, shuffle=False), cbs=cbs)
+        learn.calls = []
+        if how=='class': learn.__class__ = Own
+        else:
+            for k in ('one_batch','_step'):
+                setattr(learn, k,
+                        partial(lambda k, f, *args: (learn.calls.append(k), f(*args))[1], k, getattr(learn, k)))
+            learn._backward = lambda: (learn.calls.append('_backward'), (learn.loss_grad*2).backward())
+        own = {k:vars(learn)[k] for k in ('one_batch','_backward','_step') if k in vars(learn)}
+        learn.fit_one_cycle(2)
+        assert all(vars(learn)[k] is v for k,v in own.items()) and '_with_events' not in vars(learn)
+        return learn
+    a,b = train(8, AccumulateStep(4)),train(32, None)
+    assert_same(a, b)
+    n_valid = 2*2
+    count = lambda l: [l.calls.count(k)-(n_valid if 'one' in k else 0) for k in ('one_batch','_backward','_step')]
+    assert count(a)==[20,20,6] and count(b)==[6,6,6]
+
+@each(when=['after_batch','before_batch','after_epoch','before_validate'])
+def test_saved_in_the_middle(when, tmp_path):
+    "A learner that is exported, pickled or copied while it trains: what is replaced leaves itself out"
+    import pickle
+    copies = []
+    def save(cb):
+        if cb.epoch==0 and not copies: copies.append(pickle.dumps(cb.learn))
+    learn = make_learner(make_dls(64, 8, shuffle=False), cbs=AccumulateStep(4))
+    saver = type('Saver', (Callback,), {when: save, '__reduce__': lambda self: (Callback, ())})()
+    learn.remove_cb(Spy)
+    learn.fit(1, cbs=saver)
+    other = pickle.loads(copies[0])
+    other.add_cb(Spy())
+    other.fit(1)
+    assert len(other.spy.steps)==2
+
+@each(event=['before_batch','after_batch','before_train','after_epoch'])
+def test_added_when_a_fit_has_begun(event):
+    "From the next loop over batches on"
+    def add(cb):
+        if cb.training and not hasattr(cb.learn, 'accumulate_step'): cb.learn.accumulate(4)
+    def add_later(cb):
+        if cb.epoch==0: cb.learn.accumulate(4)
+    learn = make_learner(make_dls(64, 8), cbs=Callback(**{event:add_later if event=='after_epoch' else add}))
+    learn.fit(2)
+    assert len(learn.spy.steps)==(4 if event=='before_train' else 8+2)
+    assert learn.accumulate_step.counts.n_steps==len(learn.spy.steps)-(0 if event=='before_train' else 8)
+    assert AccumulateStep(4).counts.n_steps==0
+
+class Once(Callback):
+    "Sets a rate once, in the middle of a fit"
+    run_valid = False
+    def __init__(self, event): setattr(self, event, self._set)
+    def before_fit(self): self.done = False
+    def _set(self):
+        if not self.done and self.train_iter==2: self.opt.set_hyper('lr', 1e-3); self.done = True
+@each(event=['before_batch','after_pred','after_loss','after_backward','before_step','after_batch'])
+def test_a_rate_that_is_set_once(event):
+    _,b = same(**cases['kept'], also=lambda: Once(event), fit=lambda l: l.fit(2))
+    assert b.opt.hypers[-1]['lr']==1e-3
+
+@drawn(6, event='before_fit before_epoch before_train after_train before_validate after_epoch'.split(),
+       how=['with','summary'])
+def test_entering_the_learner(event, how):
+    "`with learn` and `learn.summary()` in the middle of a fit"
+    def enter(cb):
+        if getattr(cb.learn, 'epoch', 0) or hasattr(cb.learn, 'entered'): return
+        cb.learn.entered = True
+        kept = {k:v for k,v in vars(cb.learn).items()
+                if k in ('dl','training','epoch','train_iter','pct_train','n_iter')}
+        if how=='with':
+            with cb.learn: pass
+        else: cb.learn.summary()
+        vars(cb.learn).update(kept)
+        cb.model.train(cb.learn.training)
+    a,b = pair(**cases['kept'], also=lambda: Callback(**{event:enter}))
+    close(weights(a), weights(b))
+    assert len(a.spy.steps)==len(b.spy.steps)==6
+    is_clean(a)
+
+def test_parameters_that_come_in_a_window():
+    "A head that is added in the tail, with a new optimizer"
+    class Grows(nn.Module):
+        def __init__(self): super().__init__(); self.m = small_model()
+        def forward(self, x): return self.m(x)+(self.extra(x) if hasattr(self, 'extra') else 0)
+    def grow(cb):
+        if cb.training and cb.train_iter==2 and not hasattr(cb.model, 'extra'):
+            torch.manual_seed(1)
+            cb.model.extra = nn.Linear(6,3).double()
+            cb.learn.opt = SGD([list(cb.model.parameters())], lr=.1)
+    res = []
+    for bs,cbs in (8,[AccumulateStep(4)]),(32,[]):
+        learn = make_learner(make_dls(76, bs, shuffle=False), Grows(), cbs=[Callback(before_batch=grow)]+cbs,
+                             splitter=trainable_params, opt_func=SGD)
+        learn.fit(1)
+        res.append(weights(learn))
+    assert len(res[1])==6
+    close(*res)
+
+def test_batches_in_memory():
+    "No more batches of the loader are alive than in plain training"
+    import weakref
+    def most(cbs):
+        refs,seen = [],[]
+        class Loader(DataLoader):
+            def __iter__(self):
+                for b in super().__iter__(): refs.append(weakref.ref(b[0])); yield b
+        def look(cb): seen.append(sum(r() is not None for r in refs)) if cb.training else None
+        dls = DataLoaders(Loader(Items(features(96), classes(96)), bs=8),
+                          DataLoader(Items(features(16), classes(16)), bs=16))
+        make_learner(dls, cbs=[*cbs,Callback(after_backward=look)]).fit(1)
+        return max(seen)
+    plain = most([])
+    for n_step in 2,4,6: assert most([AccumulateStep(n_step)])<=plain
+
+def test_each_micro_batch_is_seen():
+    "Also a micro-batch that seemed to be the last of its window, and was not"
+    class Sees(Callback):
+        each_micro_batch,run_valid,n = True,False,0
+        def after_batch(self): self.n += 1
+    def cancel(cb):
+        if cb.training and cb.micro.i==3: raise CancelBatchException
+    class Longer(DataLoader):
+        def __len__(self): return super().__len__()//2
+    dls = make_dls(96, 8)
+    learn = make_learner(DataLoaders(Longer(Items(features(96), classes(96)), bs=8), dls.valid),
+                         cbs=[Sees(), AccumulateStep(4, drop_last=False)])
+    learn.fit(1)
+    assert learn.sees.n==12
+    learn = make_learner(make_dls(80, 8), cbs=[Sees(), AccumulateStep(n_samples=32), Callback(before_batch=cancel)])
+    learn.fit(1)
+    assert learn.sees.n==10
+
+@pytest.mark.parametrize('exc,event', [(CancelTrainException,'after_train'),(CancelValidException,'after_train'),
+                                       (CancelEpochException,'after_epoch'),(CancelTrainException,'after_epoch')])
+def test_cancels_that_nobody_catches(exc, event):
+    def cancel(cb): raise exc
+    learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(4))
+    learn.fit(1)
+    with pytest.raises(exc): learn.fit(1, cbs=Callback(**{event:cancel}))
+    is_clean(learn)
+
+def test_a_slice_that_is_left_out():
+    "With `n_samples` the window goes on until enough are in, also if a slice of its last batch was left out"
+    def drop(cb):
+        if cb.training and cb.micro.i==4: raise CancelBatchException
+    learn = make_learner(make_dls(96, 8, shuffle=False),
+                         cbs=[AccumulateStep(n_samples=24), MicroBatch(4), Callback(after_loss=drop)])
+    learn.fit(1)
+    n = learn.accumulate_step.counts
+    assert (n.n_stepped,n.n_thrown,n.n_steps)==(92,4,4)   # 28 in the first window, then 24, 24 and 16
+
+@each(kw=[{}, dict(coupled=True), dict(exact=True)])
+def test_hooks_into_modules(kw):
+    "The training is exact. Plain slices have an entry each; else it is that of the first slice, which runs again last"
+    def run(bs, *cbs):
+        learn = make_learner(make_dls(64, bs, shuffle=False), cbs=[ActivationStats(),*cbs], splitter=trainable_params)
+        learn.fit(1)
+        return learn
+    a,b,sliced = run(32, MicroBatch(8, **kw)),run(32),run(8, AccumulateStep(4))
+    assert_same(a, b)
+    slices,ours,whole = ([o[0]['mean'] for o in l.activation_stats.stats] for l in (sliced,a,b))
+    close(ours[0], slices[0], TOL32)
+    assert len(whole)==2 and len(ours)==(2 if kw else 8)
+    assert not kw or abs(ours[0]-whole[0])>1e-3

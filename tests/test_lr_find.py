@@ -1,0 +1,134 @@
+"The `lr_find` curve of the large batch, by callback and by patch, and a learner that is as it was"
+import matplotlib,pytest
+from contextlib import nullcontext
+from dataclasses import dataclass
+from harness import *
+from fastai_accum.patch import *
+matplotlib.use('Agg')
+
+suggest = [valley,slide,minimum,steep]
+
+@dataclass
+class Case:
+    "A training set of `n` samples, a window, the batch that it stands for, and how far to go"
+    n:int
+    window:dict
+    large:int=32
+    bs:int=8
+    num_it:int=60
+    end_lr:float=10
+    drop_last:bool=False
+    skip:tuple=()
+    loss:object=None
+    opt:object=Adam
+
+weights = lambda: nn.CrossEntropyLoss(weight=tensor([1.,20.,5.]).double(), ignore_index=1)
+cases = dict(
+    plain     = Case( 96, dict(n_step=4)),
+    tail      = Case( 76, dict(n_step=4), num_it=100),
+    drops     = Case(100, dict(n_step=4), drop_last=True),
+    n_samples = Case(200, dict(n_samples=64), large=72, bs=24),
+    shorter   = Case( 92, dict(n_step=4), skip=tuple(range(10,22))),
+    one_epoch = Case(640, dict(n_step=4), num_it=20),                     # ends in the middle of the first epoch
+    short     = Case( 24, dict(n_step=8), large=64),                      # epochs shorter than a window
+    diverges  = Case( 76, dict(n_step=4), end_lr=1e4, opt=SGD),
+    weighted  = Case( 76, dict(n_step=4), loss=weights, num_it=100),
+    few       = Case( 76, dict(n_step=4), num_it=6),
+)
+
+def learner(case, bs, path, cbs=None, **kwargs):
+    dls = make_dls(case.n, bs, drop_last=case.drop_last, skip=case.skip, shuffle=False)
+    return make_learner(dls, cbs=cbs, path=path, loss_func=(case.loss or nn.CrossEntropyLoss)(), opt_func=case.opt,
+                        **kwargs)
+
+def find(learn, case, plot=False):
+    plt.close('all')
+    res = learn.lr_find(num_it=case.num_it, end_lr=case.end_lr, show_plot=plot,
+                        suggest_funcs=suggest if case.num_it>30 else None)
+    return res, [l.get_xydata() for l in plt.gca().lines]
+
+def curve(nm, how, tmp_path):
+    """Rates, losses, plot, suggestions and number of steps of the large batch; then a fit as on a fresh learner, and
+    the same curve again"""
+    c = cases[nm]
+    a = learner(c, c.bs, tmp_path, AccumulateStep(**c.window) if how=='callback' else None)
+    b = learner(c, c.large, tmp_path)
+    old = deepcopy(a.model.state_dict())
+    loss,state = a.loss_func,dict(vars(a.loss_func))
+    rb,pb = find(b, c, plot=True)
+    fresh = learner(c, c.large, tmp_path); fresh.fit_one_cycle(2)
+    with accumulation(**c.window) if how=='patch' else nullcontext():
+        ra,pa = find(a, c, plot=True)
+        assert ra==rb and a.recorder.lrs==b.recorder.lrs and rel([o[:,0] for o in pa], [o[:,0] for o in pb])[0]==0
+        k = len(b.recorder.losses)*4//5
+        la,lb = a.recorder.losses,b.recorder.losses
+        err = rel(la[:k], lb[:k])[0],rel(la, lb)[0],rel([o[:,1] for o in pa], [o[:,1] for o in pb])[0]
+        assert err[0]<=TOL and err[1]<=1e-8 and err[2]<=TOL32, err   # matplotlib draws fastai's losses in float32
+        assert len(a.spy.steps)==len(b.spy.steps) and (len(b.spy.steps)==c.num_it)==(nm!='diverges')
+        first = a.recorder.lrs,a.recorder.losses
+        is_as_before(a, old, loss, state, how)
+        again,_ = find(a, c)
+        assert again==ra and (a.recorder.lrs,a.recorder.losses)==first
+        is_as_before(a, old, loss, state, how)
+        a.spy.steps = []; a.fit_one_cycle(2)
+    assert_same(a, fresh)
+
+def is_as_before(learn, old, loss, state, how):
+    assert all(torch.equal(v, old[k]) for k,v in learn.model.state_dict().items())
+    assert not any(v for d in learn.opt.state_dict()['state'] for k,v in d.items()
+                   if k not in ('do_wd','force_train')), 'the optimizer has a state'
+    assert not any(p.grad.any() for p in learn.model.parameters() if p.grad is not None), 'a gradient is left'
+    assert learn.loss_func is loss and dict(vars(loss))==state
+    is_clean(learn)
+    assert any(isinstance(cb, AccumulateStep) for cb in learn.cbs)==(how=='callback')
+    assert not hasattr(learn, 'lr_finder')
+
+@drawn(10, nm=cases, how=['callback','patch'])
+@pytest.mark.filterwarnings('ignore:AccumulateStep.*a window of 8 micro-batches is more')
+def test_curve(nm, how, tmp_path): curve(nm, how, tmp_path)
+
+@each(how=['callback','patch'])
+def test_in_the_middle_of_training(how, tmp_path):
+    """Optimizer state and running statistics of batch norm come back, rates as in plain training; what follows is
+    what would have followed without the search"""
+    def train(search, cbs=None, bs=8):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6,5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5,3)).double()
+        learn = make_learner(make_dls(76, bs, shuffle=False), model, path=tmp_path, cbs=cbs)
+        learn.fit_one_cycle(1, slice(1e-3,1e-2))
+        before = deepcopy(snapshot(learn))
+        if search:
+            learn.lr_find(num_it=20, show_plot=False)
+            for k in 'params','buffers','opt': assert rel(snapshot(learn)[k], before[k])[0]==0, k
+        hypers,learn.spy.steps = deepcopy(learn.opt.hypers),[]
+        learn.fit_one_cycle(1)
+        return learn,hypers
+    _,plain = train(True, bs=32)   # fastai leaves the learner's own rate and the momentum that was last
+    cb = lambda: AccumulateStep(4) if how=='callback' else None
+    with accumulation(4) if how=='patch' else nullcontext(): (a,hypers),(b,_) = train(True, cb()),train(False, cb())
+    assert hypers==plain
+    assert_same(a, b, tol=0)
+
+def test_default_suggestion(tmp_path):
+    "`lr_find` as it is called most"
+    def lr(bs): return make_learner(make_dls(320, bs, shuffle=False), path=tmp_path).lr_find(show_plot=False).valley
+    with accumulation(4): a = lr(8)
+    assert a==lr(32)
+
+def test_in_a_fit(tmp_path):
+    "`fit` keeps the epochs that it was asked for, and `lr_find` gets as many as it needs"
+    def epochs(n, num_it, bs, cbs=None):
+        learn = make_learner(make_dls(64, bs), cbs=cbs)
+        learn.path = tmp_path
+        learn.fit(n, cbs=LRFinder(num_it=num_it, stop_div=False))
+        return learn.n_epoch,len(learn.spy.steps)
+    assert epochs(5, 100, 8, AccumulateStep(4))==epochs(5, 100, 32)==(5,10)
+
+def test_shuffled(tmp_path):
+    "Twice the same curve also from a loader that shuffles, given the same seed"
+    learn = make_learner(make_dls(76, 8), path=tmp_path)
+    def curve():
+        learn.dls.train.rng = random.Random(1)
+        learn.lr_find(num_it=30, show_plot=False)
+        return learn.recorder.losses
+    with accumulation(4): assert curve()==curve()

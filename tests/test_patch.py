@@ -1,0 +1,204 @@
+"`turn_on_accumulation`: every learner, every way to train, and fastai as it was afterwards"
+import gc,itertools,os,pytest,subprocess,sys,threading,weakref,zipfile
+from functools import wraps
+from harness import *
+from fastai_accum.patch import *
+from fastai_accum.patch import accumulation_settings
+
+@pytest.fixture(autouse=True)
+def turned_off():
+    yield
+    turn_off_accumulation()
+
+fits = dict(fit=Self.fit(2), one_cycle=Self.fit_one_cycle(2), flat_cos=Self.fit_flat_cos(2), sgdr=Self.fit_sgdr(2, 1),
+            fine_tune=Self.fine_tune(2, base_lr=0.02), positional=Self.fit(2, 0.01, 0.1, None, True, 1),
+            lr_find=Self.lr_find(num_it=24, show_plot=False))
+settings = dict(n_step=(dict(n_step=4), 8), n_samples=(dict(n_samples=64), 24),
+                drop_last=(dict(n_step=4, drop_last=True), 8))
+
+def check(fit, how, existing, tmp_path):
+    "Learners that exist and those made later, in every way to train"
+    kw,bs = settings[how]
+    n,large = dict(n_step=(92,32), n_samples=(200,72), drop_last=(100,32))[how]
+    make = lambda bs, drop=False: make_learner(make_dls(n, bs, drop_last=drop, shuffle=False), path=tmp_path)
+    if existing: a = make(bs)
+    turn_on_accumulation(**kw)
+    if not existing: a = make(bs)
+    fits[fit](a)
+    turn_off_accumulation()
+    b = make(large, drop='drop_last' in kw)
+    fits[fit](b)
+    assert_same(a, b)
+    n = a.accumulate_step.counts.n_steps
+    assert a.accumulate_step.learn is None and 0<n<=len(a.spy.steps) and a.cbs.map(type)==b.cbs.map(type)
+
+@drawn(7, fit=fits, how=settings, existing=[True,False])
+def test_every_way_to_train(fit, how, existing, tmp_path): check(fit, how, existing, tmp_path)
+
+def test_off_is_plain():
+    "After turning off, the same learner trains as one that never accumulated"
+    a,b = (make_learner(make_dls(76, 8, shuffle=False)) for _ in range(2))
+    turn_on_accumulation(4); a.fit(1); turn_off_accumulation()
+    b.fit(1); b.model.load_state_dict(a.model.state_dict()); b.opt.load_state_dict(deepcopy(a.opt.state_dict()))
+    for l in (a,b): l.spy.steps = []; l.fit(1)
+    assert_same(a, b)
+    assert len(b.spy.steps)==10
+
+def steps(learn, **kwargs): learn.spy.steps = []; learn.fit(1, **kwargs); return len(learn.spy.steps)
+
+def test_rank():
+    "The learner's own or that of the call, then the innermost block, then what was turned on"
+    make = lambda cbs=None: make_learner(make_dls(96, 8), cbs=cbs)
+    turn_on_accumulation(2)
+    assert steps(make())==6
+    with accumulation(3):
+        assert steps(make())==4
+        with accumulation(n_samples=32): assert steps(make())==3
+        assert steps(make())==4
+        own = make(AccumulateStep(6))
+        assert steps(own)==2 and own.accumulate_step.n_step==6
+        assert steps(make(AccumulateStep(1)))==12 and steps(make().accumulate(12))==1
+        for cbs in AccumulateStep(6), [AccumulateStep(6)], L(AccumulateStep(6)): assert steps(make(), cbs=cbs)==2
+        # a class is made without arguments
+        with pytest.raises(ValueError, match='give either n_step'): steps(make(), cbs=AccumulateStep)
+    assert steps(make())==6
+    turn_off_accumulation()
+    assert steps(make())==12
+
+def test_callers_list_is_left_alone():
+    cbs = L(Callback())
+    with accumulation(4): make_learner(make_dls(96, 8)).fit(1, cbs=cbs)
+    assert len(cbs)==1
+
+def test_on_and_off():
+    turn_off_accumulation(); turn_off_accumulation()
+    assert accumulation_settings() is None
+    turn_on_accumulation(4); turn_on_accumulation(n_samples=16)
+    assert accumulation_settings()==dict(n_step=None, n_samples=16) and steps(make_learner(make_dls(96, 8)))==6
+    turn_off_accumulation()
+    assert accumulation_settings() is None and steps(make_learner(make_dls(96, 8)))==12
+
+def n_step(): return accumulation_settings() and accumulation_settings()['n_step']
+
+def test_block():
+    "Goes back to the earlier setting, also after an exception, and whatever was changed inside"
+    with pytest.raises(KeyError), accumulation(4): raise KeyError
+    assert n_step() is None
+    with accumulation(4): turn_off_accumulation()
+    assert n_step() is None
+    turn_on_accumulation(2)
+    with accumulation(4): turn_on_accumulation(8)
+    assert n_step()==2
+    @accumulation(n_step=5)
+    def f(): return n_step()
+    assert f()==f()==5 and n_step()==2
+
+def test_overlapping_blocks():
+    "Blocks that end out of order, as those of two threads do: off when the last one has ended"
+    a,b = accumulation(2),accumulation(4)
+    a.__enter__(); b.__enter__()
+    a.__exit__(None, None, None)
+    assert n_step()==4
+    b.__exit__(None, None, None)
+    assert n_step() is None
+
+bad = [dict(), dict(n_step=0), dict(n_step=4, n_samples=8), dict(n_step=4, drop_last=1), dict(n_step=4, weight=3),
+       dict(n_step=4, n_steps=4)]
+def test_bad_arguments_of_the_patch():
+    "The error names the argument, and what was on stays on"
+    turn_on_accumulation(4)
+    for f,kw in itertools.product([turn_on_accumulation, lambda **kw: accumulation(**kw).__enter__()], bad):
+        with pytest.raises((ValueError,TypeError), match=list(kw)[-1] if kw else 'give either n_step'): f(**kw)
+    assert n_step()==4
+
+def test_refuses_fastais():
+    learn = make_learner(make_dls(96, 8), cbs=GradientAccumulation(32))
+    with accumulation(4), pytest.raises(ValueError, match='remove_cb.GradientAccumulation'): learn.fit(1)
+
+def test_running_fit_keeps_its_setting():
+    learn = make_learner(make_dls(96, 8))
+    turn_on_accumulation(4)
+    learn.fit(2, cbs=Callback(after_epoch=lambda cb: turn_off_accumulation()))
+    assert len(learn.spy.steps)==6 and steps(learn)==12
+
+def test_a_learner_with_its_own_fit():
+    "A subclass with a `fit` of its own that calls fastai's"
+    class Mine(Learner):
+        def fit(self, *args, **kwargs): return super().fit(*args, **kwargs)
+    learn = Mine(make_dls(96, 8), small_model(), loss_func=nn.CrossEntropyLoss(), cbs=Spy()); learn.logger = noop
+    learn.remove_cbs([ProgressCallback, Recorder])
+    with accumulation(4): assert steps(learn)==3
+
+def test_reload():
+    "After the module is loaded again, what was turned on stays on, and it can be turned off"
+    code = """
+import importlib
+from harness import *
+import fastai_accum.patch as patch
+def steps(): learn = make_learner(make_dls(96, 8)); learn.fit(1); return len(learn.spy.steps)
+patch.turn_on_accumulation(4)
+patch = importlib.reload(patch)
+assert steps()==3 and not hasattr(Learner.fit.__wrapped__, '__wrapped__')
+patch.turn_off_accumulation()
+assert steps()==12"""
+    env = {**os.environ, 'PYTHONPATH':os.pathsep.join(sys.path)}
+    res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], env=env, capture_output=True, text=True)
+    assert not res.returncode, res.stderr
+
+def test_wrapped_by_others():
+    "Another library wraps `Learner.fit` on top: its wrapper stays, and ours does nothing any more"
+    fit = Learner.fit
+    turn_on_accumulation(4)
+    ours,calls = Learner.fit,[]
+    @wraps(ours)
+    def other(self, *args, **kwargs): calls.append(1); return ours(self, *args, **kwargs)
+    Learner.fit = other
+    try:
+        learn = make_learner(make_dls(96, 8))
+        assert steps(learn)==3
+        turn_off_accumulation()
+        assert Learner.fit is other and steps(learn)==12
+        turn_on_accumulation(2)
+        assert steps(learn)==6 and len(calls)==3
+        turn_off_accumulation()
+        assert Learner.fit is other
+    finally: Learner.fit = fit
+
+def test_learners_are_freed():
+    with accumulation(4):
+        learn = make_learner(make_dls(96, 8)); learn.fit(1)
+        ref = weakref.ref(learn)
+        del learn; gc.collect()
+    assert ref() is None
+
+def test_exported_while_on(tmp_path):
+    "Nothing of the library is in the file: it loads where fastai_accum is not installed"
+    learn = make_learner(make_dls(96, 8), splitter=trainable_params, path=tmp_path)
+    learn.remove_cb(Spy); learn.logger = print
+    with accumulation(4): learn.fit(1); learn.recorder.smooth_loss = AvgSmoothLoss(); learn.export('a.pkl')
+    names = zipfile.ZipFile(tmp_path/'a.pkl')
+    assert not any(b'fastai_accum' in names.read(o) for o in names.namelist())
+
+def test_blocks_of_two_threads():
+    "Blocks of two threads: off when the last one has ended"
+    first,second = threading.Event(),threading.Event()
+    def one():
+        with accumulation(2): first.set(); second.wait(10)
+    def two():
+        first.wait(10)
+        with accumulation(4): second.set(); t1.join()
+    t1,t2 = threading.Thread(target=one),threading.Thread(target=two)
+    t1.start(); t2.start(); t2.join()
+    assert accumulation_settings() is None
+
+def test_counts_after_a_patched_fit():
+    "They can be read, the next fit replaces them, and only `learn.cbs` says whether accumulation is on"
+    learn = make_learner(make_dls(64, 8))
+    with accumulation(4): learn.fit(1)
+    assert learn.accumulate_step.counts.n_steps==2 and not any(isinstance(o, AccumulateStep) for o in learn.cbs)
+    learn.fit(1)
+    assert len(learn.spy.steps)==2+8
+    with accumulation(2): learn.fit(1)
+    assert learn.accumulate_step.counts.n_steps==4 and deepcopy(learn).accumulate_step is None
+    learn.accumulate(8).fit(1)
+    assert learn.accumulate_step.counts.n_steps==1

@@ -1,0 +1,218 @@
+"""Several processes against one that trains on all their samples, on the CPU over loopback; several.py has the cases.
+
+All cases run in one set of processes for each number of them, since starting them takes longer than training; no wait
+is without a limit."""
+import json,os,socket,subprocess,sys
+import pytest
+pytest.importorskip('accelerate',
+                    reason='fastai trains in several processes through accelerate, which is not installed')
+from several import *
+
+LIMIT = 480   # seconds for all cases together, on a busy machine
+
+def free_port():
+    with socket.socket() as s: s.bind(('127.0.0.1', 0)); return s.getsockname()[1]
+
+def run(world, folder, names, limit=LIMIT):
+    "Start the processes, and wait for all of them: exit codes and what they print"
+    env = {**os.environ, 'PYTHONPATH':os.pathsep.join([str(Path(__file__).resolve().parents[1]),
+                                                       os.environ.get('PYTHONPATH','')]), 'OMP_NUM_THREADS':'1'}
+    logs = [folder/f'log{r}' for r in range(world)]
+    args = lambda r: [sys.executable, '-W', 'ignore', Path(__file__).parent/'several.py', str(r), str(world),
+                      folder, *names]
+    ps = [subprocess.Popen(args(r), env=env, stdout=logs[r].open('w'), stderr=subprocess.STDOUT) for r in range(world)]
+    end = time.time()+limit
+    try: codes = [p.wait(max(1, end-time.time())) for p in ps]
+    finally:
+        for p in ps: p.kill()
+    return codes,[l.read_text(encoding='utf-8') for l in logs]
+
+def started(worlds, tmp_path_factory):
+    "What the processes have trained, by their number; started when first asked for"
+    done = {}
+    def get(world):
+        if world not in done:
+            folder = tmp_path_factory.mktemp(f'world{world}')
+            done[world] = folder,*run(world, folder, worlds[world])
+        folder,codes,logs = done[world]
+        assert not any(codes), '\n'.join(o[-3000:] for o in logs)
+        return folder
+    return get
+
+def load(folder, name, world):
+    return [torch.load(folder/f'{name}.{r}', 'cpu', weights_only=False) for r in range(world)]
+
+def compare(folder, name, world):
+    "What the processes have trained, with what one process trains"
+    alone = result(cases[name].alone(world))
+    assert alone['n_steps']>0
+    for several in load(folder, name, world):
+        for k in alone:
+            if k!='seen' and k not in cases[name].but: close(several[k], alone[k])
+
+# each in processes of its own: one fails, and the other finds that it has ended. fastai adds up these metrics over the
+# processes at each micro-batch
+in_one = dict(metrics_uneven='collective mismatch', empty='no training')
+some = '''tail uneven one_is_empty dropped_last unused_drop ctx_odd sched synced_uneven breaks_model
+          refuses_groups'''.split()
+devices = 'tail buffers_drop cut synced synced_uneven synced_skips synced_cumulates synced_own breaks_model'.split()
+worlds = {2: [k for k in cases if k not in ('breaks','killed','synced_groups','refuses_groups',*in_one)],
+          3: some, 4: ['synced_groups']}
+
+@pytest.fixture(scope='module')
+def results(tmp_path_factory): return started(worlds, tmp_path_factory)
+
+def compare_all(folder, names, world):
+    "Compare all cases, and name all that differ"
+    wrong = {}
+    for nm in names:
+        seed_all()
+        try: compare(folder, nm, world)
+        except AssertionError as e: wrong[nm] = str(e)
+    assert not wrong, wrong
+
+@pytest.mark.parametrize('world', worlds)
+def test_same_as_one_process(world, results, monkeypatch, tmp_path):
+    monkeypatch.setenv('SEVERAL_PATH', str(tmp_path))
+    compare_all(results(world), worlds[world], world)
+
+def test_every_event_in_processes(results):
+    "Callbacks of any order see what they see in one process that trains on the large batches, the loss included"
+    alone = cases['events_weighed'].alone(2).seen
+    for several in load(results(2), 'events_weighed', 2):
+        assert [o[:-1] for o in several['seen']]==[o[:-1] for o in alone]
+        close(several['seen'], alone)
+        assert len(alone)>100
+
+def test_messages_of_a_window(results):
+    """Two windows of four: nothing is sent until the last; then a few numbers, and the gradients of one batch as one
+    message"""
+    n_bytes = sum(p.numel()*8 for p in small_model().parameters())
+    for several in load(results(2), 'messages', 2):
+        sent = [o for o,_ in several['seen']]
+        assert [len(o)>0 for o in sent]==[False,False,False,True]*2 or [len(o)>0 for o in sent]==[False]*8
+        assert all(o==n_bytes or o<=64 for os in sent for o in os)
+
+def test_gradients_between_boundaries(results):
+    "Those of the processes differ in all micro-batches"
+    a,b = ([g for _,g in o['seen']] for o in load(results(2), 'messages', 2))
+    same = [all(torch.equal(x, y) for x,y in zip(*gs)) for gs in zip(a,b)]
+    assert same==[False]*8
+
+def test_an_error_in_one_process(tmp_path):
+    "The other one does not wait for it for ever"
+    codes,logs = run(2, tmp_path, ['breaks'], limit=100)
+    assert all(codes) and 'process 1 has had enough' in logs[1]
+
+def test_messages_of_an_exact_batch(results):
+    """One at each of two norms, forward and backward, one at the end of the window, and one with the gradients,
+    although one process has six slices and the other has two"""
+    for several in load(results(2), 'synced_messages', 2):
+        assert several['seen']==[dict(all_gather=2*2+1, all_reduce=1)]*8
+
+def test_on_two_devices(fakegpu, tmp_path_factory, monkeypatch):
+    "Each process trains on a simulated accelerator of its own, and one process on the CPU"
+    monkeypatch.setenv('SEVERAL_DEVICES', '1')
+    compare_all(started({2:devices}, tmp_path_factory)(2), devices, 2)
+
+def test_a_process_that_is_killed(tmp_path):
+    "Between two norms: the other one ends, too"
+    codes,logs = run(2, tmp_path, ['killed'], limit=100)
+    assert codes[0]>0 and codes[1]==-9 and 'another process has ended' in logs[0]
+
+@pytest.mark.parametrize('name', in_one)
+def test_an_error_that_one_process_sees(name, tmp_path):
+    "The other one does not wait for ever"
+    codes,logs = run(2, tmp_path, [name], limit=100)
+    assert all(codes), 'a process has gone on'
+    assert any(in_one[name] in o for o in logs), [o[-3000:] for o in logs]
+
+script = '''
+from fastai.basics import *
+from fastai.distributed import *
+from fastai_accum.all import *
+
+gpu = torch.cuda.device_count()>=2
+def on_cpu(self, t, rank): t = LongTensor(t); torch.distributed.broadcast(t, rank); return t.tolist()
+if not gpu: DistributedDL._broadcast = on_cpu   # fastai's moves it to a GPU
+
+x,y = torch.randn(90, 6, generator=torch.Generator().manual_seed(0)).double(),torch.arange(90)%3
+
+def get_learner(dl):
+    set_seed(0)
+    norm = nn.BatchNorm1d(8) if gpu else nn.LayerNorm(8)   # synchronised batch norm needs GPUs
+    model = nn.Sequential(nn.Linear(6,8), norm, nn.ReLU(), nn.Linear(8,3)).double()
+    valid = DataLoader(list(zip(x,y)), bs=15)
+    return Learner(DataLoaders(dl, valid), model, loss_func=nn.CrossEntropyLoss(), default_cbs=False,
+                   cbs=[TrainEvalCallback(), AccumulateStep(n_step=2)])
+
+def train():
+    learn = get_learner(DataLoader(list(zip(x,y)), bs=9))
+    with learn.distrib_ctx(cpu=not gpu, sync_bn=gpu): learn.fit(2, .01)
+    device = next(learn.model.parameters()).device
+    # the micro-batches of both processes
+    joined = [torch.cat([torch.arange(i, i+9), torch.arange(45+i, 54+i)]) for i in range(0, 45, 9)]
+    alone = get_learner(DataLoader([(x[i].to(device),y[i].to(device)) for i in joined], bs=None))
+    alone.dls.loaders[1] = DataLoader([(x.to(device),y.to(device))], bs=None)
+    alone.model.to(device)
+    alone.fit(2, .01)
+    a,b = (torch.cat([o.double().flatten() for o in l.model.state_dict().values()]) for l in (learn,alone))
+    err,c = (a-b).norm()/b.norm(),learn.accumulate_step.counts
+    assert err<=1e-12, err
+    print(f'process {rank_distrib()} of {num_distrib()}: {c.n_steps} steps, {c.n_stepped} samples', flush=True)
+'''
+def launched(how, folder):
+    "The lines that the processes print when `how` starts them"
+    (folder/'train.py').write_text(script + '\nif __name__=="__main__": train()')
+    start = f'notebook_launcher(train, num_processes=2, use_port="{free_port()}")'
+    (folder/'notebook.py').write_text(f'{script}\nfrom accelerate import notebook_launcher\n{start}')
+    port = str(free_port())
+    args = dict(torchrun=['-m', 'torch.distributed.run', '--nproc_per_node', '2', '--master_port', port, 'train.py'],
+                accelerate=['-m', 'accelerate.commands.launch', '--multi_gpu', '--num_processes', '2',
+                            '--main_process_port', port, 'train.py'],
+                notebook_launcher=['notebook.py'])[how]
+    env = {**os.environ, 'PYTHONPATH':str(Path(__file__).resolve().parents[1]), 'PYTHONWARNINGS':'ignore',
+           'OMP_NUM_THREADS':'1'}
+    res = subprocess.run([sys.executable, *args], cwd=folder, env=env, capture_output=True, text=True, timeout=150)
+    assert not res.returncode, res.stdout+res.stderr[-3000:]
+    return sorted(re.findall(r'process \d of 2: \d+ steps, \d+ samples', res.stdout))
+
+# 45 samples an epoch in each: windows of 18, 18 and 9
+EXPECTED = [f'process {r} of 2: 6 steps, 90 samples' for r in range(2)]
+
+@pytest.mark.parametrize('how', ['torchrun','accelerate','notebook_launcher'])
+def test_launched(how, tmp_path, monkeypatch):
+    "A script in `distrib_ctx`, however it is started, trains what one process trains"
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
+    assert launched(how, tmp_path)==EXPECTED
+
+def test_script_of_the_page(tmp_path):
+    """`accelerate launch` runs the script with `exact=True` of the page about several GPUs, in two processes on the CPU
+    and on made-up images; it steps around PyTorch's checks as the page does (`around`)"""
+    from PIL import Image
+    nb = json.loads((Path(__file__).parents[1]/'nbs'/'tutorials'/'several_gpus.ipynb').read_text(encoding='utf-8'))
+    parts = {}
+    for name in 'before','around','whole':
+        source, = [''.join(c['source']) for c in nb['cells'] if f"\n{name} = '''" in ''.join(c['source'])]
+        exec(source, parts)
+    for i in range(160):
+        folder = tmp_path/'images'/('train' if i<144 else 'valid')/str(i%2)
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.random.default_rng(i).integers(0, 255, (32,32,3), dtype=np.uint8)).save(folder/f'{i}.png')
+    end = "\nprint(f'process {rank_distrib()}: {learn.micro_batches.counts.n_steps} steps', flush=True)"
+    (tmp_path/'train.py').write_text(parts['before']+parts['around']+parts['whole']+end)
+    args = ['-m', 'accelerate.commands.launch', '--multi_gpu', '--num_processes', '2', '--main_process_port',
+            str(free_port()), 'train.py']
+    env = {**os.environ, 'PYTHONPATH':str(Path(__file__).resolve().parents[1]), 'PYTHONWARNINGS':'ignore',
+           'OMP_NUM_THREADS':'1', 'CUDA_VISIBLE_DEVICES':''}
+    res = subprocess.run([sys.executable, *args], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
+    assert not res.returncode, res.stdout+res.stderr[-3000:]
+    assert 'exact=True is proved on your model' in res.stdout
+    assert sorted(re.findall(r'process (\d): 1 steps', res.stdout))==['0','1']   # 72 images in each: one batch of 64
+
+@pytest.mark.skipif(torch.cuda.device_count()<2,
+                    reason='trains on two GPUs with NCCL and synchronised batch norm, and this machine has fewer')
+@pytest.mark.parametrize('how', ['torchrun','accelerate'])
+def test_on_gpus(how, tmp_path):
+    "The same with NCCL and synchronised batch norm, whose running statistics are compared too"
+    assert launched(how, tmp_path)==EXPECTED

@@ -1,0 +1,183 @@
+"""Windows on a schedule, against a loop by hand over batches whose size changes at the same samples."""
+import pytest
+from harness import *
+from fastai_accum.microbatch import *
+from fastai_accum.patch import *
+from fastai_accum.know.schedules import *   # the plot
+
+def grows(pct): return 1 if pct<.3 else 3 if pct<.7 else 6
+cosine = SchedCos(.05, .001)
+W = torch.tensor([1.,10.,3.]).double()
+
+def windows(n, bs, n_epoch, f, by_samples=False, drop_last=False):
+    "Where the windows of each epoch begin and end, in samples, with the `pct` of each"
+    res = []
+    for epoch in range(n_epoch):
+        i = 0
+        while i<n:
+            pct = (epoch + (i//bs)/-(-n//bs))/n_epoch   # in batches
+            size = -(-f(pct)//bs)*bs if by_samples else f(pct)*bs
+            j = min(i+size, n)
+            full = j-i>=f(pct) if by_samples else -(-(j-i)//bs)==f(pct)
+            if full or not drop_last: res.append((epoch,i,j,pct))
+            i = j if full else n
+    return res
+
+def by_hand(n, bs, n_epoch, f, lr, loss_func, **kwargs):
+    "The weights, the state of the optimizer, and the loss, the rate and the samples of each step"
+    x,y = features(n),classes(n)
+    learn = make_learner(make_dls(n, bs), loss_func=loss_func)
+    learn.create_opt()
+    rows = []
+    for _,i,j,pct in windows(n, bs, n_epoch, f, **kwargs):
+        learn.opt.set_hyper('lr', lr(pct))
+        loss = loss_func(learn.model(x[i:j]), y[i:j])
+        loss.backward(); learn.opt.step(); learn.opt.zero_grad()
+        rows.append((loss.item(), lr(pct), j-i))
+    return learn,rows
+
+class Rows(Callback):
+    "The loss and the rate of each step"
+    run_valid = False
+    def before_fit(self): self.rows = []
+    def after_batch(self): self.rows.append((self.loss.item(), self.opt.hypers[-1]['lr']))
+
+def ours(n, bs, n_epoch, acc, lr, loss_func, cbs=(), drop_last=False):
+    learn = make_learner(make_dls(n, bs, shuffle=False, drop_last=drop_last), loss_func=loss_func,
+                         cbs=[*L(acc), *cbs, Rows()])
+    learn.fit(n_epoch, cbs=ParamScheduler({'lr':lr}))
+    return learn
+
+def matches(a, b, rows):
+    state = [rel(f(a), f(b))[0] for f in (lambda l: [p.detach() for p in l.model.parameters()],
+                                          lambda l: opt_state(l.opt))]
+    assert len(rows)==len(a.rows.rows) and len(rows)>4
+    err = max(*state, rel([r[:2] for r in rows], a.rows.rows)[0])
+    assert err<=TOL, f'relative error {err:.2e}'
+    assert a.accumulate_step.counts.sizes==[r[2] for r in rows]
+
+combined = combine_scheds([.5,.5], [SchedNo(2,2),SchedNo(5,5)])
+
+@drawn(4, n=[96,100,76], f=[grows,combined], loss_func=[nn.CrossEntropyLoss(),nn.CrossEntropyLoss(weight=W)])
+def test_as_by_hand(n, f, loss_func):
+    lr = cosine
+    b,rows = by_hand(n, 8, 3, f, lr, loss_func)
+    matches(ours(n, 8, 3, AccumulateStep(f), lr, loss_func), b, rows)
+    matches(ours(n, 8, 3, [AccumulateStep(f),MicroBatch(3)], lr, loss_func), b, rows)
+    with accumulation(n_step=f): matches(ours(n, 8, 3, [], lr, loss_func), b, rows)
+
+@each(n=[96,100])
+def test_samples(n):
+    def f(pct): return 8 if pct<.3 else 20 if pct<.7 else 44
+    b,rows = by_hand(n, 8, 3, f, cosine, nn.CrossEntropyLoss(), by_samples=True)
+    matches(ours(n, 8, 3, AccumulateStep(n_samples=f), cosine, nn.CrossEntropyLoss()), b, rows)
+
+def test_tail_is_dropped():
+    b,rows = by_hand(96, 8, 3, grows, cosine, nn.CrossEntropyLoss(), drop_last=True)
+    a = ours(96, 8, 3, AccumulateStep(grows, drop_last=True), cosine, nn.CrossEntropyLoss())
+    matches(a, b, rows)
+    assert a.accumulate_step.counts.n_thrown==3*96-sum(r[2] for r in rows)>0
+
+@drawn(2, kw=[dict(n_step=grows), dict(n_samples=lambda pct: 8*grows(pct))], drop_last=[False,True])
+def test_schedule_reaches_its_end_and_n_iter_is_known(kw, drop_last):
+    seen = []
+    look = Callback(before_train=lambda cb: None, before_batch=lambda cb: seen.append((cb.epoch,cb.n_iter))
+                    if cb.training else None)
+    a = ours(100, 8, 3, AccumulateStep(**kw, drop_last=drop_last), cosine, nn.CrossEntropyLoss(), [look])
+    made = [len([w for w in windows(100, 8, 3, grows, drop_last=drop_last) if w[0]==e]) for e in range(3)]
+    assert [dict(seen)[e] for e in range(3)]==made and len(set(seen))==3
+    assert a.pct_train==1 and a.train_iter==sum(made)==a.accumulate_step.counts.n_steps
+
+def test_what_f_is_asked():
+    "The `pct` that the learning rate schedule gets, to the last bit"
+    asked,wanted = [],[]
+    def lr(pct): asked.append(pct); return .01
+    def f(pct): wanted.append(pct); return grows(pct)
+    ours(100, 8, 3, AccumulateStep(f), lr, nn.CrossEntropyLoss())
+    assert len(set(asked))>9 and set(asked)<=set(wanted)
+
+def test_lr_find_takes_the_first_value(tmp_path):
+    def found(n_step):
+        learn = make_learner(make_dls(96, 8, shuffle=False), cbs=AccumulateStep(n_step))
+        learn.path = tmp_path
+        learn.lr_find(num_it=7, show_plot=False, suggest_funcs=())
+        return learn
+    a,b = found(lambda pct: 3 if pct==0 else 5),found(3)
+    assert_same(a, b)
+    assert len(a.recorder.losses)==7
+
+def test_constant_function_is_the_number_where_windows_divide():
+    assert_same(ours(96, 8, 2, AccumulateStep(lambda pct: 4), cosine, nn.CrossEntropyLoss()),
+                ours(96, 8, 2, AccumulateStep(4), cosine, nn.CrossEntropyLoss()))
+
+def test_bad_value_of_a_schedule():
+    "It raises before the first step, wherever it is"
+    for v in 0, -1, 2.5, 2., True, None, '3':
+        learn = make_learner(make_dls(96, 8), cbs=AccumulateStep(lambda pct: 2 if pct<.5 else v))
+        before = [p.detach().clone() for p in learn.model.parameters()]
+        with pytest.raises(ValueError, match=rf"n_step at pct=0\.5 must be an int of at least 1 .*, got {v!r}"):
+            learn.fit(2)
+        assert rel(before, [p.detach() for p in learn.model.parameters()])[0]==0
+
+def test_numpy_int():
+    assert ours(96, 8, 1, AccumulateStep(lambda pct: np.int64(3)), cosine,
+                nn.CrossEntropyLoss()).accumulate_step.counts.n_steps==4
+
+def test_more_than_an_epoch():
+    def f(pct): return 99
+    msg = 'a window of 99 micro-batches is more than the 12 of an epoch'
+    learn = make_learner(make_dls(96, 8), cbs=AccumulateStep(f, drop_last=True))
+    with pytest.raises(ValueError, match=msg): learn.fit(2)
+    with pytest.warns(UserWarning, match=msg): make_learner(make_dls(96, 8), cbs=AccumulateStep(f)).fit(2)
+
+def test_short_loader():
+    "A loader that yields fewer batches than its length: the schedule goes by what it says"
+    learn = make_learner(make_dls(96, 8, skip=range(40,60)), cbs=AccumulateStep(grows))
+    learn.fit(2)
+    c = learn.accumulate_step.counts
+    assert c.n_samples==c.n_stepped+c.n_thrown==2*76
+
+def test_windows_from_a_later_epoch():
+    "Epochs that are skipped are not refused"
+    learn = make_learner(make_dls(96, 8), cbs=AccumulateStep(lambda p: 99 if p<.5 else 3, drop_last=True))
+    learn.fit(4, start_epoch=2)
+    assert learn.accumulate_step.counts.n_steps==8
+
+def test_n_epoch_is_lowered_in_the_middle():
+    "fastai goes on with all epochs; `f` is asked for 1 at most"
+    asked = []
+    def f(pct): asked.append(pct); return grows(pct)
+    def lower(cb):
+        if cb.epoch==1: cb.learn.n_epoch = 2
+    make_learner(make_dls(96, 8), cbs=[AccumulateStep(f), Callback(before_epoch=lower)]).fit(4)
+    assert max(asked)==1
+
+def test_plot_of_what_has_ended_early():
+    import matplotlib; matplotlib.use('agg')
+    def stop(cb):
+        if cb.train_iter>=5: raise CancelFitException
+    learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(grows), Callback(after_batch=stop)])
+    learn.fit(3); learn.recorder.plot_windows()
+    learn = make_learner(make_dls(96, 8))
+    with accumulation(n_step=grows): learn.fit(2)
+    learn.recorder.plot_windows()
+    learn.fit(3)
+    with pytest.raises(ValueError, match='the last fit did not train in windows'): learn.recorder.plot_windows()
+    learn = make_learner(make_dls(100, 8), cbs=AccumulateStep(lambda p: 5, drop_last=True))
+    learn.fit(3); learn.recorder.plot_windows()
+    assert plt.gcf().axes[0].lines[0].get_xdata()[-1]==3*80   # without the tails
+
+def test_plot_with_micro_batch():
+    import matplotlib; matplotlib.use('agg')
+    learn = make_learner(make_dls(96, 8), cbs=MicroBatch(4))
+    learn.fit(1); learn.recorder.plot_windows()
+    assert plt.gcf().axes[1].lines[0].get_ydata().tolist()==[8]*13
+
+def test_plot_windows(monkeypatch):
+    import matplotlib; matplotlib.use('agg')
+    with pytest.raises(ValueError, match='the last fit did not train in windows'):
+        make_learner(make_dls(96, 8)).recorder.plot_windows()
+    ours(100, 8, 2, AccumulateStep(grows), cosine, nn.CrossEntropyLoss()).recorder.plot_windows()
+    axs = plt.gcf().axes
+    assert [ax.get_title() for ax in axs]==['learning rate','effective batch, in samples','steps so far']
+    assert axs[0].lines[0].get_xdata()[-1]==200 and axs[2].lines[0].get_ydata()[-1]==len(windows(100, 8, 2, grows))

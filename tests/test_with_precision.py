@@ -1,0 +1,152 @@
+"""Mixed and low precision.
+
+fastai's `MixedPrecision` names the 'cuda' device and switches itself off without one; `OnCpu` is the same callback
+with the CPU's autocast and scaler. Half precision rounds each product inside a batch, so a large batch and four
+micro-batches differ by that rounding: `HALF` allows one of the dtype, for weights after 9 steps of SGD; four where
+the weights are rounded at each step too. What the scaler decides is compared exactly, without autocast in float64."""
+from matrix import *
+from fastai_accum.extras.precision import *
+from test_precision import exact_window,low_learner,ulps
+
+class Overflow(Callback):
+    "An infinite gradient in one micro-batch of each of `windows`, before the scaler looks at them"
+    run_valid = False
+    def __init__(self, windows, n_step): self.at = {w*n_step+1%n_step for w in windows}
+    def before_fit(self): self.n = 0
+    def after_backward(self):
+        if self.n in self.at: next(self.model.parameters()).grad[0,0] = math.inf
+        self.n += 1
+
+class Updates(Callback):
+    "The scale after each update of the scaler"
+    order = 20
+    def before_fit(self): self.seen = []
+    def after_step(self): self.seen.append((self.learn.scaler.get_scale(), self.learn.scaler._get_growth_tracker()))
+
+def scaled(windows, n=96, bs=8, n_step=4):
+    def train(bs, acc, k):
+        mp = OnCpu(init_scale=2.**10, growth_interval=3)
+        learn = make_learner(make_dls(n, bs), cbs=[*acc, mp, Overflow(windows, k), Updates()])
+        learn.fit_one_cycle(3, .02)
+        return learn
+    return train(bs, [AccumulateStep(n_step)], n_step),train(bs*n_step, [], 1)
+
+@row('Precision', 'MixedPrecision: the loss scaler', 'everything, the scales and their updates',
+     note='In float64, without autocast. The scale grows and shrinks with the steps. An overflow in one micro-batch '
+          'skips its window once.')
+@each(windows=[[], [0], [2,3], [8]])
+def test_scaler(windows, works):
+    a,b = scaled(windows)
+    works(a, b)
+    works.same(a.updates.seen, b.updates.seen, 'updates')
+    works.same(a.mixed_precision.kept, b.mixed_precision.kept, 'scales')
+    assert len(a.updates.seen)==9 and len(a.mixed_precision.kept)==a.accumulate_step.counts.n_steps==9-len(windows)
+    assert a.accumulate_step.counts.n_thrown==32*len(windows)
+    if not windows: assert a.updates.seen[-1][0]==2.**13, 'the scale has not grown'
+
+def half_pair(dtype, cls=OnCpu, **kwargs):
+    def train(bs, acc):
+        learn = make_learner(make_dls(76, bs), small_model().float(), cbs=[Float32(), *acc, cls(dtype, **kwargs)],
+                             opt_func=SGD)
+        learn.fit(3, .1)
+        return learn
+    return train(8, [AccumulateStep(4)]),train(32, [])
+
+class Float32(Callback):
+    "Inputs in float32"
+    order = -2
+    def before_batch(self): self.learn.xb = tuple(o.float() if o.is_floating_point() else o for o in self.xb)
+
+@row('Precision', 'MixedPrecision, fp16', 'weights', HALF[torch.float16],
+     'With autocast and scaler of the CPU. Half precision rounds a large batch and micro-batches differently.')
+def test_fp16(works):
+    a,b = half_pair(torch.float16)
+    works.same(weights(a), weights(b))
+    assert a.mixed_precision.kept==b.mixed_precision.kept and len(a.mixed_precision.kept)==9
+
+@row('Precision', 'MixedPrecision, bf16', 'weights', HALF[torch.bfloat16],
+     'With autocast of the CPU. Like fp16, with fewer digits and without a scaler.')
+def test_bf16(works):
+    a,b = half_pair(torch.bfloat16)
+    works.same(weights(a), weights(b))
+
+class Cuda:
+    "What `NonNativeMixedPrecision` asks of the loaders: to say that they are on a GPU"
+    type = 'cuda'
+
+class NonNative(NonNativeMixedPrecision):
+    "`NonNativeMixedPrecision` on the CPU, where all but the check of the device works"
+    name = 'non_native_mixed_precision'
+    def before_fit(self):
+        dls,self.learn.dls = self.learn.dls,SimpleNamespace(device=Cuda)
+        try: super().before_fit()
+        finally: self.learn.dls = dls
+
+non_native_row = row('Precision', 'NonNativeMixedPrecision', 'weights', HALF[torch.float16],
+                     'On a CPU that stands in for a GPU. With and without flat master weights, with and without '
+                     '`clip`.')
+
+def non_native(flat, clip, **kwargs):
+    def train(bs, acc):
+        cbs = [Float32(), *acc, ModelToHalf(), NonNative(flat_master=flat, clip=clip, **kwargs)]
+        learn = make_learner(make_dls(76, bs), small_model().float(), cbs=cbs, opt_func=SGD)
+        learn.remove_cb(Spy)   # gradients of the masters and of the model differ in number where the masters are flat
+        learn.fit(3, .1)
+        return learn
+    return train(8, [AccumulateStep(4)]),train(32, [])
+
+@non_native_row
+@each(clip=[None, .1], flat=[False, True])
+def test_non_native(flat, clip, works):
+    a,b = non_native(flat, clip, loss_scale=512, dynamic=False)
+    works.same(weights(a), weights(b))
+    assert a.accumulate_step.counts.n_steps==9
+
+@non_native_row
+def test_non_native_dynamic(works):
+    "The scale starts too high: each window whose gradients overflow is lost, as a large batch is, and halves the scale"
+    a,b = non_native(False, None)
+    works.same(weights(a), weights(b))
+    assert a.non_native_mixed_precision.loss_scale==b.non_native_mixed_precision.loss_scale<2**24
+    n,lost = a.accumulate_step.counts,24-int(math.log2(a.non_native_mixed_precision.loss_scale))
+    assert lost>2 and n.n_steps==9-lost and n.n_thrown>=12*lost
+
+class InDtype(Callback):
+    "Inputs in the dtype of the model, and the loss in float64"
+    def before_batch(self): self.learn.xb = tuple(o.to(next(self.model.parameters()).dtype) for o in self.xb)
+    def after_pred(self): self.learn.pred = self.pred.double()
+
+def low(dtype):
+    def train(bs, acc):
+        learn = make_learner(make_dls(76, bs), small_model().to(dtype), cbs=[InDtype(), *acc], opt_func=SGD)
+        learn.fit(3, .1)
+        return learn
+    return train(8, [AccumulateStep(4)]),train(32, [])
+
+@row('Precision', 'a model in bfloat16', 'weights', 4*HALF[torch.bfloat16], 'For long windows add `GradAccumDtype`.')
+def test_bfloat16_model(works):
+    a,b = low(torch.bfloat16)
+    works.same(weights(a), weights(b))
+
+@row('Precision', 'a model in float16', 'weights', 4*HALF[torch.float16], 'For long windows add `GradAccumDtype`.')
+def test_float16_model(works):
+    a,b = low(torch.float16)
+    works.same(weights(a), weights(b))
+
+@row('Precision', 'GradAccumDtype with the loss scaler', 'everything', note='Our own, with `GradientClip`.')
+def test_grad_accum_dtype_and_scaler(works):
+    def train(bs, acc):
+        learn = make_learner(make_dls(76, bs),
+                             cbs=[*acc, OnCpu(init_scale=2.**10, growth_interval=3), GradientClip(.1)])
+        learn.fit_one_cycle(3, .02)
+        return learn
+    works(train(8, [AccumulateStep(4), GradAccumDtype()]), train(32, []))
+
+@row('Precision', 'GradAccumDtype',
+     "gradients of a window with the float64 mean of the same low-precision gradients, in units of the last place", 2,
+     'Our own, for models in float16 or bfloat16. Windows of 64 micro-batches.')
+@each(dtype=[torch.float16,torch.bfloat16])
+def test_grad_accum_dtype(dtype, works):
+    learn = low_learner(dtype, 1, [AccumulateStep(64), GradAccumDtype()])
+    learn.fit(1)
+    works.error(max(map(ulps, learn.spy.steps[0]['grads'], exact_window(dtype, list(range(64)), 1))))

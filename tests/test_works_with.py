@@ -1,0 +1,33 @@
+"""The pages "Works with" and "What we tested" show what the tests measure: every row, no other, and none that fails.
+Run `make works` when this fails"""
+from matrix import *
+
+def test_one_meaning():
+    "Tests that share a row say the same about it"
+    rows = all_rows()
+    twice = {key(r) for i,r in enumerate(rows) for o in rows[:i] if key(o)==key(r)}
+    assert not twice, f'marked in two ways: {twice}'
+
+def test_every_row():
+    page = committed()
+    assert {key(r) for r in all_rows()}==set(page)
+    for r in all_rows(): assert {k:page[key(r)][k] for k in r}==r
+
+def test_none_fails():
+    for r in committed().values():
+        assert (r['raises'] is None) != (r['error'] is None) and (r['raises'] or r['error']<=r['tol']), r
+
+def cell(text): return text.replace('|', '\\|').replace('`', "'")
+
+def test_pages_of_the_rows():
+    "The committed pages are those of the committed figures"
+    nbs = Path(__file__).resolve().parents[1]/'nbs'
+    cells = [c for o in ('works_with','tested') for c in json.loads((nbs/f'{o}.ipynb').read_text(encoding='utf-8'))['cells']]
+    tables = [c for c in cells if c['cell_type']=='code' and 'table("' in ''.join(c['source'])]
+    text = '\n'.join(''.join(o['data']['text/markdown']) for c in tables for o in c['outputs'])
+    lines = [l for l in text.splitlines() if l.startswith('| ') and not l.startswith(('| ---','| With |'))]
+    assert len(lines)==len(committed())
+    for r in committed().values():
+        line = [l for l in lines if l.startswith(f"| {r['name']} | {'' if r['raises'] else r['compared']} |")
+                and l.endswith(f"{r['note']} |")]
+        assert len(line)==1 and (cell(r['raises']) if r['raises'] else figure(r['error'])) in line[0], r['name']
