@@ -3,12 +3,14 @@
 Everything is float64, with plain `torch.nn` losses: fastai's flattened losses round to float32, which would put a
 floor of 1e-8 under any comparison. `TOL` is a relative error. Sums of the same numbers in another order differ by a
 few units in the last place (2e-16); the bound leaves three digits for optimizers that divide by small numbers."""
+import itertools,os
 from functools import partialmethod
 import pytest
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai_accum.core import *
 from fastai_accum.microbatch import MicroBatch
+from fastai_accum.replace import Lent
 
 TOL = 1e-12
 
@@ -40,6 +42,23 @@ here = SimpleNamespace(device=None)   # where the data of `make_dls` goes: the f
 
 GPU = 'cuda:0' if torch.cuda.is_available() else 'fakegpu:0'   # the first accelerator: a real one, or the simulated one
 
+simulated = pytest.mark.skipif(torch.cuda.is_available(),
+    reason='about the simulated accelerator, whose place a real one takes on this machine')
+
+def sample(cases, n=0):
+    """Of `cases`, tuples of values: some in which each value still occurs in its column, `n` of them or more, drawn
+    with a fixed seed. With `SWEEP=1` in the environment, all"""
+    cases,drawn,seen = list(cases),set(),set()
+    if os.environ.get('SWEEP')=='1': return cases
+    for i in random.Random(0).sample(range(len(cases)), len(cases)):
+        new = {(k, repr(o)) for k,o in enumerate(cases[i])}
+        if new-seen or len(drawn)<n: drawn.add(i); seen |= new
+    return [c for i,c in enumerate(cases) if i in drawn]
+
+def products(*columns, n=0):
+    "A `sample` of all combinations of `columns`"
+    return sample(itertools.product(*columns), n)
+
 HALF = {torch.float16:2**-11, torch.bfloat16:2**-8}   # what one rounding may change, relative
 
 class OnCpu(MixedPrecision):
@@ -57,6 +76,10 @@ class OnCpu(MixedPrecision):
     def after_fit(self):
         self.kept = list(self.scales)
         super().after_fit()
+
+class NoValid(Callback):
+    "Train only"
+    def before_validate(self): raise CancelValidException
 
 class EachMicro(Callback):
     "Has `after_batch` at each micro-batch"
@@ -172,6 +195,10 @@ def is_clean(learn):
     assert not any(p.grad.any() for p in learn.model.parameters() if p.grad is not None), 'a gradient is left'
     assert not {'_with_events','one_batch','all_batches'} & set(vars(learn)) and 'forward' not in vars(learn.model)
     for cb in learn.cbs: assert getattr(cb, 'window', None) is None, 'a window is open'
+
+def is_returned(learn):
+    "Whether nothing that we lend is in the learner or in its model"
+    return not any(isinstance(v, Lent) for o in (learn,*learn.model.modules()) for v in vars(o).values())
 
 def close(a, b, tol=TOL):
     "Whether `a` is `b` up to `tol`, however they are nested"
