@@ -5,7 +5,7 @@ floor of 1e-8 under any comparison. `TOL` is a relative error. Sums of the same 
 few units in the last place (2e-16); the bound leaves three digits for optimizers that divide by small numbers."""
 import itertools,os
 from functools import partialmethod
-import pytest
+import inspect,pytest
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai_accum.core import *
@@ -13,6 +13,53 @@ from fastai_accum.microbatch import MicroBatch
 from fastai_accum.replace import Lent
 
 TOL = 1e-12
+
+TOL32 = 1e-4   # where fastai rounds to float32, by 6e-8: gradients that cancel differ by up to 1e-6
+
+SWEEP = bool(os.environ.get('SWEEP'))   # all of what is drawn below: `make sweep`
+
+def sample(cases, n=0):
+    """Some of `cases`, which are tuples, drawn with a fixed seed: so many that each value still occurs in its column,
+    and then others with new pairs of values, up to `n` in all. With `SWEEP=1` in the environment, all"""
+    cases = list(cases)
+    if SWEEP: return cases
+    random.Random(0).shuffle(cases)
+    res,seen = [],set()
+    def new(c): return {k for i in (1,2) for k in itertools.combinations(enumerate(map(str, c)), i)}-seen
+    for least in range(len(cases[0]), -1, -1):   # of values that did not occur yet
+        for c in cases:
+            ks = new(c)
+            if ks and sum(len(k)==1 for k in ks)>=least and (least or len(res)<n):
+                res.append(c)
+                seen |= ks
+    return res
+
+def drawn(n, /, **columns):
+    "Call a test with a `sample` of the combinations of `columns`"
+    names = [{i:getattr(o, '__name__', str(o)) for i,o in enumerate(c)} for c in columns.values()]
+    values = [list(c) for c in columns.values()]
+    cases = sample(itertools.product(*names), n)
+    return pytest.mark.parametrize(','.join(columns), [pytest.param(*[v[i] for v,i in zip(values, c)],
+        id='-'.join(nm[i] for nm,i in zip(names, c))) for c in cases])
+
+def seed_all(): random.seed(0); np.random.seed(0); torch.manual_seed(0)
+
+def each(**columns):
+    "One test that tries every combination of `columns`; an error says with which"
+    def wrap(f):
+        sig = inspect.signature(f)
+        def test(**fixtures):
+            for c in itertools.product(*columns.values()):
+                seed_all()
+                try: f(**fixtures, **dict(zip(columns, c)))
+                except BaseException as e:
+                    e.add_note(f'with {dict(zip(columns, c))}')
+                    raise
+        test.__signature__ = sig.replace(parameters=[p for k,p in sig.parameters.items() if k not in columns])
+        test.__name__,test.__doc__,test.__module__ = f.__name__,f.__doc__,f.__module__
+        test.pytestmark = getattr(f, 'pytestmark', [])
+        return test
+    return wrap
 
 class AvgSmoothLoss64(AvgSmoothLoss):
     "`AvgSmoothLoss` starts from a float32 zero, which float64 losses cannot be mixed with"
@@ -44,20 +91,6 @@ GPU = 'cuda:0' if torch.cuda.is_available() else 'fakegpu:0'   # the first accel
 
 simulated = pytest.mark.skipif(torch.cuda.is_available(),
     reason='about the simulated accelerator, whose place a real one takes on this machine')
-
-def sample(cases, n=0):
-    """Of `cases`, tuples of values: some in which each value still occurs in its column, `n` of them or more, drawn
-    with a fixed seed. With `SWEEP=1` in the environment, all"""
-    cases,drawn,seen = list(cases),set(),set()
-    if os.environ.get('SWEEP')=='1': return cases
-    for i in random.Random(0).sample(range(len(cases)), len(cases)):
-        new = {(k, repr(o)) for k,o in enumerate(cases[i])}
-        if new-seen or len(drawn)<n: drawn.add(i); seen |= new
-    return [c for i,c in enumerate(cases) if i in drawn]
-
-def products(*columns, n=0):
-    "A `sample` of all combinations of `columns`"
-    return sample(itertools.product(*columns), n)
 
 HALF = {torch.float16:2**-11, torch.bfloat16:2**-8}   # what one rounding may change, relative
 

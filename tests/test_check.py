@@ -15,7 +15,7 @@ from fastai_accum.patch import accumulation_settings
 
 tol = 1e-8   # rounding in float64 is smaller
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]/'benchmarks'))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]/'benchmarks'))
 from common import peak_bytes
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 The models are float32, as users train them, and nothing is allowed to differ: weights, buffers, the state of the
 optimizer, losses, and the states of the generators. Only the memory at the peak does, and that is measured."""
-import gc,os,pickle,pytest,sys
+import gc,pickle,pytest,sys
 from contextlib import suppress
 from pathlib import Path
 from harness import *
@@ -116,7 +116,7 @@ def same_bits(*args, **kwargs):
 some = 'resnet18 vit unet encoder awd_lstm awd_lstm_lm bert gpt2 timm_vit'.split()
 
 @pytest.mark.filterwarnings('ignore')
-@pytest.mark.parametrize('arch', archs if os.environ.get('SWEEP')=='1' else some)
+@pytest.mark.parametrize('arch', archs if SWEEP else some)
 def test_checkpointing_bit_for_bit(arch):
     "Over two epochs with batch norm, dropout, drop path, weight dropout, and hidden states"
     make,data,*kw = archs[arch]
@@ -211,7 +211,7 @@ ends = OSError,KeyboardInterrupt,CancelFitException,CancelEpochException,CancelT
 training_events = """before_epoch before_train before_batch after_pred after_loss after_backward after_step after_batch
 after_train after_epoch""".split()
 
-@pytest.mark.parametrize('exc,event', products(ends, training_events), ids=lambda o: getattr(o, '__name__', o))
+@drawn(12, exc=ends, event=training_events)
 def test_checkpointing_ends(exc, event):
     "However a fit ends, nothing is left, and the next fit is that of a learner that was ended the same way"
     def run(learn):
@@ -255,7 +255,7 @@ def test_fails_inside(where, monkeypatch):
 
 def interrupt(cb): raise KeyboardInterrupt
 
-@pytest.mark.parametrize('event,order', products(['before_fit', *training_events, 'before_validate'], [-1000,0,1000]))
+@drawn(12, event=['before_fit', *training_events, 'before_validate'], order=[-1000,0,1000])
 def test_ctrl_c_beside_memory_savers(event, order):
     "Ctrl-C in another callback leaves nothing of both in the learner: it has the attributes of the plain one"
     def run(*cbs):

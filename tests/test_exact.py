@@ -122,7 +122,7 @@ memory = dict(checkpointing=[GradientCheckpointing], offload=[OffloadActivations
               both=[GradientCheckpointing,OffloadActivations], turned=[OffloadActivations,GradientCheckpointing])
 beside = [], [AccumulateStep(2)], [MicroBatch(3)]
 
-@pytest.mark.parametrize('k,others', products(memory, beside), ids=str)
+@drawn(4, k=memory, others=beside)
 def test_memory_bit_for_bit(k, others):
     a,b = (of_pictures(*deepcopy(others), *[cb() for cb in cbs]) for cbs in (memory[k],[]))
     assert_exact(a, b, tol=0)
@@ -131,7 +131,7 @@ everything = dict(exact=lambda: [MicroBatch(3, exact=True)], coupled=lambda: [Mi
                   memory=lambda: [GradientCheckpointing(),OffloadActivations()])
 events_of_a_batch = ['before_fit','before_train','after_pred','after_backward','before_validate']
 
-@pytest.mark.parametrize('k,event,device', products(everything, events_of_a_batch, ['cpu',GPU], n=6),
+@pytest.mark.parametrize('k,event,device', sample(itertools.product(everything, events_of_a_batch, ['cpu',GPU]), 6),
                          indirect=['device'])
 def test_ctrl_c_in_a_callback(k, event, device):
     def interrupt(cb): raise KeyboardInterrupt
@@ -201,7 +201,7 @@ def test_the_last_batch(n, kw): same(flat(lambda h, bn: bn(h), bn8()), X[:n], Y[
 arguments = [{}, dict(momentum=None), dict(affine=False), dict(track_running_stats=False),
              dict(affine=False, track_running_stats=False), dict(eps=.1, momentum=.7)]
 
-@pytest.mark.parametrize('nd,kw', products([1,2,3], arguments), ids=str)
+@drawn(6, nd=[1,2,3], kw=arguments)
 def test_norms(nd, kw):
     norm = (nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d)[nd-1]
     same(conv(norm(4, **kw), nd), torch.randn(20,2,*[4]*nd).double(), labels)
@@ -276,7 +276,7 @@ draws = dict(
     scaled       = lambda: flat(lambda h: F.scaled_dot_product_attention(*three(h.view(-1,1,2,4)),
                                                                          dropout_p=.3).flatten(1)))
 
-@pytest.mark.parametrize('k,norm,bs', products(draws, [False,True], [1,3]))
+@drawn(len(draws), k=draws, norm=[False,True], bs=[1,3])
 def test_draws(k, norm, bs):
     "Alone and between norms"
     def make():
@@ -407,7 +407,7 @@ holds = dict(
     pops    = partial(Pops, noop),
     calls   = Calls)
 
-@pytest.mark.parametrize('k,norm', products(holds, [True,False], n=14))
+@drawn(14, k=holds, norm=[True,False])
 def test_what_a_model_holds(k, norm):
     "It begins each slice and each second run as the whole batch, and the batch leaves what one run leaves"
     make = partial(holds[k], norm=norm)
@@ -576,7 +576,7 @@ class Fails(nn.Module):
 
 errors = ValueError('mine'),KeyboardInterrupt(),RuntimeError('out of memory')
 
-@pytest.mark.parametrize('k,e,backward,norm', products([0,1,2], errors, [False,True], [True,False], n=8), ids=repr)
+@drawn(9, k=[0,1,2], e=errors, backward=[False,True], norm=[True,False])
 def test_a_failure_in_a_slice(k, e, backward, norm):
     ms = nn.BatchNorm1d(8) if norm else nn.Tanh(),nn.Dropout(),Fails(k, e, backward)
     m = flat(lambda h, bn, d, f: f(d(bn(h))), *ms).double()
@@ -711,7 +711,7 @@ switches = dict(
     norm         = lambda m: m.ms.__setitem__(0, nn.BatchNorm1d(8, affine=False).double()),
     norm_is_used = lambda m: setattr(m, 'f', lambda h, a, d: d(F.batch_norm(a(h).tanh(), None, None, training=True))))
 
-@pytest.mark.parametrize('k,first', products(switches, ['norm','none'], n=4))
+@drawn(4, k=switches, first=['norm','none'])
 def test_what_is_switched_in_the_middle_of_an_epoch(k, first):
     class Switch(Callback):
         def before_batch(self):
@@ -734,7 +734,7 @@ later = dict(
     counts  = lambda h, on, d, avg, kept: (on and kept.append(1)) or h*(1+len(kept)),
     average = lambda h, on, d, avg, kept: avg(h, on))
 
-@pytest.mark.parametrize('what,first', products(later, ['norm','none'], n=4))
+@drawn(4, what=later, first=['norm','none'])
 def test_what_begins_in_a_later_batch(what, first):
     "The first batch draws nothing of PyTorch and changes nothing, and no flag shows that the second one does"
     def make():

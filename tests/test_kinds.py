@@ -4,10 +4,9 @@ anything has moved.
 The models are in tests/kinds.py, some for each row of what broke an earlier version. A control must train; it is a
 model that is right, and a refusal of it would be a false alarm. The architectures are in benchmarks/proved.py. Here is
 a sample of both; with `SWEEP=1` in the environment it is all of them, an hour and a half."""
-import os,random,re,sys
-from pathlib import Path
+import re,sys
 import pytest
-from harness import products
+from harness import *
 from kinds import Kind,Odd,controls,kinds,later,norm,tol,verdict
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]/'benchmarks'))
 
@@ -26,7 +25,7 @@ by_name = [('hook_fills_a_dict','exact'), ('averaged_weights','exact'), ('if_req
 def each(ks):
     "Of each row two models, one way each, and those in `by_name`; each way in turn"
     cases = [(name, way) for name,k in ks.items() for way in k.ways]
-    if os.environ.get('SWEEP')!='1':
+    if not SWEEP:
         rows,rng,drawn = {},random.Random(0),[c for c in by_name if c in cases]
         for name,k in ks.items(): rows.setdefault(k.row, []).append(name)
         for i,names in enumerate(rows.values()):
@@ -78,7 +77,7 @@ few = [('resnet18','exact'), ('vision_learner(resnet18)','checkpointing'), ('tab
        ('AWD-LSTM language model','exact'), ('AWD-LSTM classifier','checkpointing'), ('timm convnext_atto','coupled'),
        ('BERT','coupled'), ('GPT-2, use_cache=True, the whole output','exact')]
 
-@pytest.mark.parametrize('name,way', products(proved.archs, proved.ways) if os.environ.get('SWEEP')=='1' else few)
+@pytest.mark.parametrize('name,way', itertools.product(proved.archs, proved.ways) if SWEEP else few)
 def test_architecture(name, way):
     "What is proved is also trained, one step in float64 with batch norm, dropout and all, and compared"
     a = proved.archs[name]

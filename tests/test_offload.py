@@ -104,8 +104,7 @@ def test_twice(device):
         return [x.grad, g, *torch.autograd.grad(g.norm(), list(m.parameters()), allow_unused=True)]
     for a,b in zip(f(nullcontext), f(Host(m).hooks)): assert (a is None and b is None) or torch.equal(a, b)
 
-@pytest.mark.parametrize('exc,event', products(ends[:4], ['before_batch','after_pred','after_backward','after_epoch']),
-                         ids=lambda o: getattr(o, '__name__', o))
+@drawn(6, exc=ends[:4], event=['before_batch','after_pred','after_backward','after_epoch'])
 def test_offload_ends(exc, event, device):
     learn = get_learner(*odd).offload_activations()
     with suppress(exc): learn.fit(2, cbs=ender(exc, event))
