@@ -238,6 +238,13 @@ def close(a, b, tol=TOL):
     err,where = rel(a, b)
     assert err<=tol, f'relative error {err:.2e} at {where}, allowed {tol:.0e}'
 
+def identical(a, b):
+    "Whether two things are the same bit for bit, or the same object, however they are nested"
+    if isinstance(a, Tensor): return torch.equal(a, b)
+    if isinstance(a, (list,tuple)): return len(a)==len(b) and all(map(identical, a, b))
+    if isinstance(a, dict): return list(a)==list(b) and all(identical(a[k], b[k]) for k in a)
+    return a is b or a==b
+
 def pair(cbs, bs=8, large=32, n=76, fit=lambda l: l.fit_one_cycle(2, 0.02), also=(), dls=None, model=None,
          drop_last=False, skip=(), y=None, x=None, shuffle=False, **kwargs):
     '''The learner with the callbacks that `cbs` makes and the one with the large batch, trained by `fit`; both have the
