@@ -3,12 +3,14 @@
 Everything is float64, with plain `torch.nn` losses: fastai's flattened losses round to float32, which would put a
 floor of 1e-8 under any comparison. `TOL` is a relative error. Sums of the same numbers in another order differ by a
 few units in the last place (2e-16); the bound leaves three digits for optimizers that divide by small numbers."""
+import inspect,itertools,os
 from functools import partialmethod
-import inspect,pytest
+import pytest
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai_accum.core import *
 from fastai_accum.microbatch import MicroBatch
+from fastai_accum.replace import Lent
 
 TOL = 1e-12
 TOL32 = 1e-4   # where fastai rounds to float32, by 6e-8: gradients that cancel differ by up to 1e-6
@@ -86,6 +88,9 @@ here = SimpleNamespace(device=None)   # where the data of `make_dls` goes: the f
 
 GPU = 'cuda:0' if torch.cuda.is_available() else 'fakegpu:0'   # the first accelerator: a real one, or the simulated one
 
+simulated = pytest.mark.skipif(torch.cuda.is_available(),
+    reason='about the simulated accelerator, whose place a real one takes on this machine')
+
 HALF = {torch.float16:2**-11, torch.bfloat16:2**-8}   # what one rounding may change, relative
 
 class OnCpu(MixedPrecision):
@@ -104,9 +109,8 @@ class OnCpu(MixedPrecision):
         self.kept = list(self.scales)
         super().after_fit()
 
-class StackedCE(nn.CrossEntropyLoss): y_int = True   # as fastai's: MixUp mixes losses, not targets
-
 class NoValid(Callback):
+    "Train only"
     def before_validate(self): raise CancelValidException
 
 class EachMicro(Callback):
@@ -218,18 +222,27 @@ def assert_same(a, b, tol=TOL, but=()):
     assert len(b.spy.steps)>0, 'the large batch made no step, so nothing was compared'
     return err
 
-def weights(learn): return [p.detach() for p in learn.model.parameters()]
-
 def is_clean(learn):
     "No gradient is left, no open window, and nothing that was lent to the learner or its model"
     assert not any(p.grad.any() for p in learn.model.parameters() if p.grad is not None), 'a gradient is left'
     assert not {'_with_events','one_batch','all_batches'} & set(vars(learn)) and 'forward' not in vars(learn.model)
     for cb in learn.cbs: assert getattr(cb, 'window', None) is None, 'a window is open'
 
+def is_returned(learn):
+    "Whether nothing that we lend is in the learner or in its model"
+    return not any(isinstance(v, Lent) for o in (learn,*learn.model.modules()) for v in vars(o).values())
+
 def close(a, b, tol=TOL):
     "Whether `a` is `b` up to `tol`, however they are nested"
     err,where = rel(a, b)
     assert err<=tol, f'relative error {err:.2e} at {where}, allowed {tol:.0e}'
+
+def identical(a, b):
+    "Whether two things are the same bit for bit, or the same object, however they are nested"
+    if isinstance(a, Tensor): return torch.equal(a, b)
+    if isinstance(a, (list,tuple)): return len(a)==len(b) and all(map(identical, a, b))
+    if isinstance(a, dict): return list(a)==list(b) and all(identical(a[k], b[k]) for k in a)
+    return a is b or a==b
 
 def pair(cbs, bs=8, large=32, n=76, fit=lambda l: l.fit_one_cycle(2, 0.02), also=(), dls=None, model=None,
          drop_last=False, skip=(), y=None, x=None, shuffle=False, **kwargs):
@@ -249,6 +262,10 @@ def same(*args, but=(), tol=TOL, **kwargs):
     a,b = pair(*args, **kwargs)
     assert_same(a, b, tol, but)
     return a,b
+
+class StackedCE(nn.CrossEntropyLoss): y_int = True   # as fastai's: MixUp mixes losses, not targets
+
+def weights(learn): return [p.detach() for p in learn.model.parameters()]
 
 # pytest would collect fastcore's `test_eq` and friends
 __all__ = [o for o in globals() if not o.startswith(('_','test'))]

@@ -214,6 +214,10 @@ def if_grad_is_enabled():
     return Odd(f, inner=deep(), b=norm())
 
 @kind(asks, E, G)
+def something_else_without_gradient():
+    return Odd(lambda m, h: again(m.inner, h) if h.requires_grad else h*5, inner=nn.Sequential(lin(), nn.Tanh()))
+
+@kind(asks, E, G)
 def reentrant():
     def f(m, h): return m.b(checkpoint(m.inner, h, use_reentrant=True) if h.requires_grad else m.inner(h))
     return Odd(f, inner=deep(), b=norm())
@@ -1016,9 +1020,6 @@ class Notes(Callback):
     def before_batch(self): self.start = now(self.model)
     def after_pred(self): self.read.append(now(self.model))
     def after_batch(self): self.read.append(now(self.model)); self.n += 1
-
-class NoValid(Callback):
-    def before_validate(self): raise CancelValidException
 
 def way_of(way, model):
     "The callback for `way`"

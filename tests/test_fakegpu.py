@@ -4,6 +4,9 @@ from contextlib import nullcontext
 import pytest,torch
 import torch.nn.functional as F
 from torch import nn
+from harness import simulated
+
+pytestmark = simulated
 
 def numbers(*size, device='fakegpu', **kwargs): return torch.randn(*size, device=device, **kwargs)
 

@@ -1,4 +1,5 @@
-"""The built site in a real browser: every page on a wide and on a narrow screen, light and dark.
+"""The built site in a real browser: on a wide and on a narrow screen, light and dark; a page of each kind, and with
+`SWEEP=1` in the environment every page.
 
 `make docs` builds it; Chromium comes with the system (Debian's package `chromium`), Playwright drives it."""
 import json,re,runpy,shutil,threading,pytest,yaml
@@ -9,15 +10,18 @@ from io import BytesIO
 from pathlib import Path
 from urllib.parse import quote,unquote,urldefrag,urlsplit
 from PIL import Image
+from harness import SWEEP
 
 sync_api = pytest.importorskip('playwright.sync_api', reason="Playwright is not installed: pip install -e '.[site]'")
-SITE,NAMES = Path(__file__).resolve().parents[2]/'_docs',('chromium','chromium-browser','google-chrome')
+SITE,NAMES = Path(__file__).resolve().parents[1]/'_docs',('chromium','chromium-browser','google-chrome')
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 pages = sorted(p.relative_to(SITE).as_posix() for p in SITE.rglob('*.html')) if SITE.exists() else []
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason='Chromium is not installed: apt install chromium')
 on_site = pytest.mark.skipif(not pages, reason='there is no site in _docs: make docs')
 UNFOLD = "document.querySelectorAll('details').forEach(o => o.open = true)"
-on_each_page = lambda f: on_site(pytest.mark.parametrize('path', pages)(f))
+FEW = 'index core questions works_with tutorials/images know/what_fits know/bench'.split()
+drawn_pages = [p for p in pages if SWEEP or p.removesuffix('.html') in FEW]
+on_each_page = lambda f: on_site(pytest.mark.parametrize('path', drawn_pages)(f))
 
 class Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *args): pass
@@ -177,13 +181,13 @@ CHECKS = [   # what to look for, a page that has it, and one that does not
     (white_boxes, drawn('white', 'M20 10h140v70H20z'), drawn('white', 'M20 30h140v9H20z')),   # axes, and a line
     (white_boxes, f'<table style="background:#eee"><td>{sentence}</table>', f'<table><td>{sentence}</table>')]
 
-@pytest.mark.parametrize('check,bad,good', CHECKS)
-def test_check(check, bad, good, page):
+def test_checks(page):
     "Each check finds what is wrong with a page that is made for it, and nothing in one that is right"
     style = 'margin:0; background:#222; color:#eee'
     show = lambda body: page.set_content(f'<!doctype html><body style="{style}"><main>{body}</main>')
-    show(bad);  assert check(page)
-    show(good); assert not check(page)
+    for check,bad,good in CHECKS:
+        show(bad);  assert check(page), (check.__name__, bad)
+        show(good); assert not check(page), (check.__name__, good)
 
 def test_tables_on_a_phone(page):
     "There a table may scroll in its own box, and each of its cells fits on the screen"
@@ -219,7 +223,8 @@ def leads_somewhere(href, root):
     url,anchor = urldefrag(href)
     p = SITE/unquote(urlsplit(url).path).lstrip('/')
     if p.is_dir(): p = p/'index.html'
-    return p.exists() and (not anchor or p.suffix!='.html' or f'id="{unquote(anchor)}"' in p.read_text())
+    if not p.exists() or not anchor or p.suffix!='.html': return p.exists()
+    return f'id="{unquote(anchor)}"' in p.read_text(encoding='utf-8')
 
 @on_each_page
 def test_on_a_phone(path, page, root):
@@ -288,7 +293,7 @@ def test_reference(page, root):
     page.goto(root+'core.html', wait_until='load')
     heads = page.evaluate("[...document.querySelectorAll('main thead')].map(o => o.innerText.split(/\\s+/))")
     assert ['argument','type','meaning'] in [[w for w in h if w] for h in heads]
-    assert not [p for p in pages if '#LNone' in (SITE/p).read_text()]
+    assert not [p for p in pages if '#LNone' in (SITE/p).read_text(encoding='utf-8')]
 
 def search(page, words):
     "What a search finds, best first"
@@ -310,12 +315,12 @@ SEARCHES = [
     ('scheduler', 'questions.html#does-the-scheduler-count-batches-or-steps')]
 
 @on_site
-@pytest.mark.parametrize('words,wanted', SEARCHES)
-def test_search(words, wanted, page, root):
+def test_search(page, root):
     "The first thing found is what a reader wants first"
     page.goto(root+'index.html', wait_until='load')
-    found = search(page, words)
-    assert found and wanted in found[0], found[:5]
+    for words,wanted in SEARCHES:
+        found = search(page, words)
+        assert found and wanted in found[0], (words, found[:5])
 
 @on_site
 def test_search_in_a_folder(page, root):
@@ -346,14 +351,14 @@ def test_for_developers(page, root):
     menu = lambda: page.evaluate("[...document.querySelectorAll('#quarto-sidebar a[href]')].map(o => o.href)")
     page.goto(root+'index.html', wait_until='load')
     readers = menu()
-    found = json.loads((SITE/'search.json').read_text())
+    found = json.loads((SITE/'search.json').read_text(encoding='utf-8'))
     page.click('.navbar >> text=For developers')
     page.wait_for_url('**/windows.html')
     for o in DEVELOPERS:
         assert root+o in menu() and root+o not in readers
         assert not [e for e in found if e['href'].startswith(o)]
     assert not {*readers}&{*menu()}
-    assert not {*yaml.safe_load((DOCS.parent/'search.yml').read_text())}-{e['href'] for e in found}
+    assert not {*yaml.safe_load((DOCS.parent/'search.yml').read_text(encoding='utf-8'))}-{e['href'] for e in found}
     assert not [e for e in found if e['section']=='How it works']
 
 def test_menus():
@@ -385,15 +390,14 @@ def test_around_the_page(path, page, root):
     nb = Path(path).with_suffix('.ipynb')
     colab = 'https://colab.research.google.com/github/fastai-accum/fastai_accum/blob/main/nbs/'+nb.as_posix()
     links = page.evaluate("[...document.querySelectorAll('.notebook-links a')].map(o => o.href)")
-    text = (SITE/nb).read_text()
+    text = (SITE/nb).read_text(encoding='utf-8')
     installs = 'pip install -Uqq git+https' in text
     assert links==[colab]*installs+[root+nb.as_posix()], 'Colab needs the line that installs'
     assert links[:-1] or path in hidden(), 'a page for readers opens in Colab'
-    assert text==(SITE.parent/'nbs'/nb).read_text()
+    assert text==(SITE.parent/'nbs'/nb).read_text(encoding='utf-8')
 
 @on_site
-@pytest.mark.parametrize('path', ['index.html','extras/skip.html','works_with.html','know/bench.html'])
-@pytest.mark.parametrize('height', [400,844])
+@pytest.mark.parametrize('path,height', [('index.html',844), ('extras/skip.html',400), ('know/bench.html',400)])
 def test_menu_on_a_phone(path, height, page, root):
     "It begins with its first entry, below the bar, and scrolls to its last"
     page.set_viewport_size(dict(width=390, height=height))

@@ -1,4 +1,4 @@
-"What PyTorch does in another way on a GPU, done on the CPU: no GPU is needed"
+"What PyTorch does in another way on a GPU, done on the CPU"
 from contextlib import suppress
 from harness import *
 from test_exact import X2,Y2,draws,same
@@ -8,7 +8,8 @@ from fastai_accum import guard as the_guard
 from fastai_accum.coins import Coins,middle
 from fastai_accum.precise import quiet
 from fastai_accum.proof import Unsteady
-from torch.utils._python_dispatch import TorchDispatchMode
+
+pytestmark = simulated
 
 @pytest.fixture
 def dropouts():

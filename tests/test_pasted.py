@@ -1,8 +1,9 @@
-"A reader who copies the cells of a page in order gets what the page shows: a few pages, and all of them in `corners`"
+"A reader who copies the cells of a page in order gets what the page shows: a few pages, and with `SWEEP=1` all of them"
 import pytest
+from harness import SWEEP
 from pasted import *
 
-@pytest.mark.parametrize('name', ['tutorials/tabular','howto/callbacks','core'])
+@pytest.mark.parametrize('name', pages if SWEEP else ['howto/callbacks','core'])
 def test_cells_run_as_they_are_read(name, tmp_path):
     error = paste(cells(pages[name]), tmp_path)
     assert not error, error
@@ -24,4 +25,4 @@ def test_the_notebook_is_alone(tmp_path):
 
 def test_no_page_hides_all_warnings():
     "A filter stays for the notebooks that the same process runs later"
-    assert not [k for k,o in pages.items() if "filterwarnings('ignore')" in o.read_text()]
+    assert not [k for k,o in pages.items() if "filterwarnings('ignore')" in o.read_text(encoding='utf-8')]

@@ -5,8 +5,8 @@ import gc,os,pickle,threading
 import matplotlib,pytest
 from harness import *
 from fastai_accum.all import *
-import test_endings,test_exact_promise,test_grid,test_lr_find,test_patch
-from test_exact_promise import Net,images,rmse
+import test_endings,test_grid,test_lr_find,test_patch
+from test_exact import PictureNet,images,of_pictures
 matplotlib.use('Agg')
 SECOND = GPU.replace('0', '1')
 needs_two = pytest.mark.skipif(GPU=='cuda:0' and torch.cuda.device_count()<2, reason='needs two devices')
@@ -38,8 +38,7 @@ def test_follows(ending, follower, tmp_path): test_endings.follow(endings[ending
 whole = partial(same, bs=32, large=32, splitter=trainable_params)
 modes = pytest.mark.parametrize('kw', [dict(), dict(coupled=True), dict(exact=True)], ids=str)
 
-@modes
-@pytest.mark.parametrize('drop_last', [False,True])
+@drawn(4, kw=[dict(), dict(coupled=True), dict(exact=True)], drop_last=[False,True])
 def test_slices(kw, drop_last): whole(lambda: MicroBatch(5, **kw), drop_last=drop_last)
 
 @modes
@@ -101,10 +100,10 @@ def mixed(mode, cbs, bs, at, model, x=None):
 ways = dict(accumulate=(lambda: [AccumulateStep(4)],8), slices=(lambda: [MicroBatch(8)],32),
             coupled=(lambda: [MicroBatch(8, coupled=True)],32), exact=(lambda: [MicroBatch(8, exact=True)],32))
 
-@pytest.mark.parametrize('k', ways)
-@pytest.mark.parametrize('mode,dtype', [('fp16',torch.float16), ('bf16',torch.bfloat16)])
-def test_mixed_precision(mode, dtype, k):
+@drawn(5, mode=['fp16','bf16'], k=ways)
+def test_mixed_precision(mode, k):
     "Half precision rounds a large batch and micro-batches differently, by one unit; the scales are the same"
+    dtype = dict(fp16=torch.float16, bf16=torch.bfloat16)[mode]
     (cbs,bs),model = ways[k],partial(noting, nn.BatchNorm1d if k=='exact' else nn.Identity)
     at = 4 if mode=='fp16' else None   # there is no scaler that would skip in bfloat16
     seen.clear()
@@ -117,7 +116,7 @@ def test_mixed_precision(mode, dtype, k):
 @pytest.mark.parametrize('mode', ['fp16','bf16'])
 def test_mixed_precision_bit_for_bit(mode):
     "What is computed again is computed in half precision again"
-    a,b = (mixed(mode, cbs, 8, None, Net, images) for cbs in ([GradientCheckpointing(),OffloadActivations()],[]))
+    a,b = (mixed(mode, cbs, 8, None, PictureNet, images) for cbs in ([GradientCheckpointing(),OffloadActivations()],[]))
     assert_same(a, b, tol=0)
 
 # ---- attention that draws inside
@@ -160,12 +159,12 @@ class Two(nn.Module):
         self.b = nn.Sequential(nn.Dropout(.2), nn.Linear(8,8), nn.Tanh(), nn.Linear(8,3)).to(SECOND)
     def forward(self, x): return self.b(self.a(x).to(self.b[1].weight.device)).to(x.device)
 
-def train(k, model=Net):
+def train(k, model=PictureNet):
     "With and without callbacks `k`"
     def fit(cbs, bs=8):
         with warnings.catch_warnings():
             warnings.filterwarnings('ignore', '.*batch norm')   # it does see micro-batches here
-            return test_exact_promise.train(*cbs, model=model, bs=bs)
+            return of_pictures(*cbs, model=model, bs=bs)
     return (fit(cases[k](), 4),fit([])) if k=='accumulate' else (fit(cases[k]()),fit([]))
 
 class Plain(nn.Sequential):
@@ -183,7 +182,7 @@ def test_the_second_device(k, fakegpu, monkeypatch):
     monkeypatch.setattr(here, 'device', torch.device(SECOND))
     before = fakegpu.memory_allocated(0)
     fakegpu.reset_peak_memory_stats(0)
-    a,b = train(k, model_for(k, Net))
+    a,b = train(k, model_for(k, PictureNet))
     assert_same(a, b)
     assert next(a.model.parameters()).device.index==1 and fakegpu.current_device()==0
     assert fakegpu.max_memory_allocated(0)==before
@@ -194,7 +193,7 @@ def test_the_generators_of_other_devices(k, fakegpu):
     "They are left alone"
     a,b = [],[]
     for res,cbs in (a,cases[k]()),(b,[]):
-        test_exact_promise.train(*cbs)
+        of_pictures(*cbs)
         res.append(fakegpu.get_rng_state(1))
     close(a, b, 0)
 
@@ -220,7 +219,7 @@ def test_micro_batches_over_two_devices(monkeypatch):
 def test_a_stream_of_ones_own(k, fakegpu):
     own = fakegpu.Stream()
     with fakegpu.stream(own):
-        a,b = train(k, model_for(k, Net))
+        a,b = train(k, model_for(k, PictureNet))
         assert_same(a, b)
         assert fakegpu.current_stream()==own
     own.synchronize()
@@ -234,13 +233,13 @@ def kept(fakegpu, learn):
     gc.collect()
     fakegpu.synchronize()
     threads = len(os.listdir('/proc/self/task')) if os.path.exists('/proc') else threading.active_count()
-    return *map(fakegpu.memory_allocated, range(fakegpu.device_count())),threads,fakegpu.pinned_stats()['count'],fakegpu.pending()
+    used = map(fakegpu.memory_allocated, range(fakegpu.device_count()))
+    return *used,threads,fakegpu.pinned_stats()['count'],fakegpu.pending()
 
-@pytest.mark.parametrize('event', ['after_pred','after_backward'])
-@every
+@drawn(5, k=cases, event=['after_pred','after_backward'])
 def test_ctrl_c_leaves_nothing(k, event, fakegpu):
     "In the second micro-batch of a window, or in the second slice of a batch"
-    learn = make_learner(make_dls(20, 4, x=images), Net().double(), cbs=cases[k](), splitter=params)
+    learn = make_learner(make_dls(20, 4, x=images), PictureNet().double(), cbs=cases[k](), splitter=params)
     learn.remove_cbs(learn.cbs.filter(lambda cb: isinstance(cb, (Spy,Micro))))
     learn.fit(1)
     before = kept(fakegpu, learn)
@@ -249,18 +248,18 @@ def test_ctrl_c_leaves_nothing(k, event, fakegpu):
         if cb.training and next(n)==1: raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=EachMicro(**{event:interrupt}))
     assert all(a<=b for a,b in zip(kept(fakegpu, learn), before))
-    test_exact_promise.is_clean(learn)
+    assert is_returned(learn)
     learn.fit(1)
     assert kept(fakegpu, learn)==before
 
-class Steady(Net):
+class Steady(PictureNet):
     "Which draws in training only"
     def forward(self, x):
         x = self.stem(x)
         for m in self.blocks: x = F.relu(x+m(x))
         return self.head(x)
 
-@every
+@pytest.mark.parametrize('k', ['accumulate','memory','exact'])
 def test_export_and_pickle(k, tmp_path, fakegpu):
     "What comes back predicts as before, on the CPU, and trains as before, on the device"
     learn = make_learner(make_dls(20, 4, x=images), Steady().double(), cbs=cases[k](), splitter=params, path=tmp_path)

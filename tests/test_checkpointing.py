@@ -14,9 +14,9 @@ from torchvision import models as tv
 from fastai_accum.memory.checkpointing import *
 from fastai_accum.microbatch import *
 from fastai_accum.memory.offload import *
-from fastai_accum.replace import *
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]/'benchmarks'))
-from common import NoValid,held_bytes,peak_bytes
+from fastai_accum.memory.offload import Host
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]/'benchmarks'))
+from common import held_bytes,peak_bytes
 
 def timm_model(name, **kwargs):
     timm = pytest.importorskip('timm', reason='tests a model of timm, which is not installed')
@@ -46,7 +46,7 @@ awd = dict(emb_sz=20, n_hid=24, n_layers=2)
 
 def pair_of(x, y, n=2): return lambda: [(x(), y()) for _ in range(n)]
 def images(px=32, bs=4): return pair_of(lambda: torch.randn(bs,3,px,px), lambda: torch.randint(3, (bs,)))
-masks   = pair_of(lambda: torch.randn(2,3,64,64), lambda: torch.randint(3, (2,64,64)))
+masks   = pair_of(lambda: torch.randn(2,3,32,32), lambda: torch.randint(3, (2,32,32)))
 vectors = pair_of(lambda: torch.randn(4,7,16), lambda: torch.randint(3, (4,)))
 texts   = pair_of(lambda: torch.randint(2, 100, (4,90)), lambda: torch.randint(3, (4,)))
 next_words = pair_of(lambda: torch.randint(2, 100, (4,20)), lambda: torch.randint(2, 100, (4,20)))
@@ -62,7 +62,7 @@ vision = dict(
     timm_vit=partial(timm_model, 'vit_tiny_patch16_224', img_size=32, **drops),
     hf_vit=hf('ViTForImageClassification', 'ViTConfig', image_size=32, hidden_dropout_prob=.1, **small))
 
-def unet(): return create_unet_model(resnet18, 3, (64,64), pretrained=False, self_attention=True)
+def unet(): return create_unet_model(resnet18, 3, (32,32), pretrained=False, self_attention=True)
 def awd_lstm(): return get_text_classifier(AWD_LSTM, 100, 3, config={**awd_lstm_clas_config, **awd})
 def awd_lstm_lm(): return get_language_model(AWD_LSTM, 100, config={**awd_lstm_lm_config, **awd})
 bert = hf('BertForSequenceClassification', 'BertConfig', vocab_size=100, **small)
@@ -74,34 +74,29 @@ archs = {**{k:(f, images()) for k,f in vision.items()},
          'awd_lstm_lm':(awd_lstm_lm, next_words, dict(cbs=rnn_cbs, **flat_loss)),
          'bert':(bert, texts), 'gpt2':(gpt2, next_words, flat_loss)}
 
-where = SimpleNamespace(device='cpu')   # the learners; `test_offload` has them on a device
-
 def get_learner(make, data, cbs=noop, loss_func=None, **kwargs):
+    "On the device of the test"
     set_seed(0)
     batches = data()
-    loaders = [DataLoader(o, bs=None, device=where.device) for o in (batches, batches[:1])]
-    dls = DataLoaders(*loaders, device=where.device)
+    device = here.device or 'cpu'
+    dls = DataLoaders(*[DataLoader(o, bs=None, device=device) for o in (batches, batches[:1])], device=device)
     learn = Learner(dls, make(), loss_func=loss_func or nn.CrossEntropyLoss(), lr=1e-3, cbs=cbs(), **kwargs)
     learn.remove_cb(ProgressCallback); learn.logger = noop
     return learn
 
-def state(learn):
+def bits(learn):
     "All that training leaves behind"
     opt = [v for s in opt_state(learn.opt) for k,v in sorted(s.items()) if isinstance(v, Tensor)]
     rng = [torch.get_rng_state(), tensor(np.random.get_state()[1].astype(int)), tensor(random.getstate()[1][:-1])]
     ts = [*learn.model.parameters(), *learn.model.buffers(), *opt, *rng]
     return [o.detach().clone() for o in ts],learn.recorder.losses,learn.recorder.values
 
-def is_clean(learn):
-    "Whether nothing of ours is in the learner or in its model"
-    return not any(isinstance(v, Lent) for o in (learn,*learn.model.modules()) for v in vars(o).values())
-
 def fitted(*args, blocks=None, plain=True, fit=None, on=Learner.gradient_checkpointing, **kwargs):
     learn = get_learner(*args, **kwargs)
     if not plain: on(learn)
     set_seed(1)
     (fit or (lambda l: l.fit_one_cycle(2)))(learn)
-    assert is_clean(learn)
+    assert is_returned(learn)
     return learn
 
 def assert_equal(a, b):
@@ -113,17 +108,19 @@ def assert_equal(a, b):
     def floats(o): return [floats(x) for x in o] if isinstance(o, (list,L)) else float(o)
     assert floats(L(ra).concat())==floats(L(rb).concat())
 
-def same(*args, **kwargs):
+def same_bits(*args, **kwargs):
     "The plain run, and the one with blocks that are computed again"
-    a = state(fitted(*args, **kwargs))
-    assert_equal(state(fitted(*args, plain=False, **kwargs)), a)
+    a = bits(fitted(*args, **kwargs))
+    assert_equal(bits(fitted(*args, plain=False, **kwargs)), a)
+
+some = 'resnet18 vit unet encoder awd_lstm awd_lstm_lm bert gpt2 timm_vit'.split()
 
 @pytest.mark.filterwarnings('ignore')
-@pytest.mark.parametrize('arch', archs)
-def test_bit_for_bit(arch):
+@pytest.mark.parametrize('arch', archs if SWEEP else some)
+def test_checkpointing_bit_for_bit(arch):
     "Over two epochs with batch norm, dropout, drop path, weight dropout, and hidden states"
     make,data,*kw = archs[arch]
-    same(make, data, **(kw[0] if kw else {}))
+    same_bits(make, data, **(kw[0] if kw else {}))
 
 class Net(nn.Module):
     "What can go wrong, small: batch norm, dropout, a list that grows, keyword arguments, draws of NumPy and of Python"
@@ -150,7 +147,7 @@ class Odd(nn.Module):
 odd = Net,images(16, 12)
 
 def test_odd_blocks():
-    same(*odd)
+    same_bits(*odd)
     learn = fitted(*odd, plain=False)
     # two epochs of two batches, and one of validation
     assert all(m.n==6 for m in learn.model.body), 'a buffer moved twice'
@@ -162,11 +159,9 @@ others = dict(
     offload=lambda: OffloadActivations(), clip=lambda: GradientClip(.1))
 
 @pytest.mark.parametrize('k', others)
-@pytest.mark.parametrize('model', ['odd','resnet18'])
-def test_beside(k, model):
+def test_checkpointing_beside(k):
     "With other callbacks, training is the same as with those callbacks alone"
-    make,data = odd if model=='odd' else (body(resnet18), images(32, 12))
-    same(make, data, cbs=others[k])
+    same_bits(*odd, cbs=others[k])
 
 own = dict(one=lambda o: L(o.body[0]), two=lambda o: [o.body[1],o.stem], tuple=lambda o: tuple(o.body),
            function=lambda o: risinstance(Odd))
@@ -174,7 +169,7 @@ own = dict(one=lambda o: L(o.body[0]), two=lambda o: [o.body[1],o.stem], tuple=l
 @pytest.mark.parametrize('k', own)
 def test_blocks(k):
     "Blocks of one's own"
-    same(*odd, on=lambda l: l.gradient_checkpointing(own[k](l.model)))
+    same_bits(*odd, on=lambda l: l.gradient_checkpointing(own[k](l.model)))
 
 def test_it_sees_through_parametrizations():
     "Of weight norm and spectral norm, which keep their weights in a list of modules"
@@ -185,13 +180,13 @@ def test_it_sees_through_parametrizations():
         return net
     assert [str(b) for b in find_blocks(make())]==[str(b) for b in find_blocks(Net())]
     assert find_blocks(nn.Sequential(normed(nn.Conv2d(3,3,1)), nn.ReLU()))==[]
-    same(make, images(16, 12))
+    same_bits(make, images(16, 12))
 
-def test_fits():
+def test_checkpointed_fits():
     "Frozen and unfrozen, `lr_find` before, several fits"
     def fit(learn): learn.lr_find(num_it=12, show_plot=False); learn.fine_tune(1); learn.fit(1)
     def split(m): return [params(m.stem), params(m.body), params(m.head)]
-    same(*odd, fit=fit, splitter=split)
+    same_bits(*odd, fit=fit, splitter=split)
 
 def calls(learn):
     "How often the blocks run in a fit"
@@ -216,17 +211,16 @@ ends = OSError,KeyboardInterrupt,CancelFitException,CancelEpochException,CancelT
 training_events = """before_epoch before_train before_batch after_pred after_loss after_backward after_step after_batch
 after_train after_epoch""".split()
 
-@pytest.mark.parametrize('event', training_events)
-@pytest.mark.parametrize('exc', ends, ids=lambda o: o.__name__)
-def test_endings(exc, event):
+@drawn(12, exc=ends, event=training_events)
+def test_checkpointing_ends(exc, event):
     "However a fit ends, nothing is left, and the next fit is that of a learner that was ended the same way"
     def run(learn):
         with suppress(exc, RuntimeError): learn.fit(2, cbs=ender(exc, event))
         learn.opt.zero_grad()
         learn.model.eval()
-        assert is_clean(learn), [k for k,m in learn.model.named_modules() if 'forward' in vars(m)]
+        assert is_returned(learn), [k for k,m in learn.model.named_modules() if 'forward' in vars(m)]
         learn.fit(1)
-    same(*odd, fit=run)
+    same_bits(*odd, fit=run)
 
 class Fails(nn.Module):
     "Raises in the forward or in the backward pass"
@@ -249,7 +243,7 @@ def test_fails_inside(where, monkeypatch):
             with pytest.raises((OSError,KeyboardInterrupt)): learn.fit(1)
         else:
             with suppress(KeyboardInterrupt, RuntimeError): learn.fit(1)   # the plain run has none
-        assert is_clean(learn)
+        assert is_returned(learn)
         learn.model.body[1].drop = drop
     ls = [get_learner(*odd) for _ in range(2)]
     ls[1].gradient_checkpointing()
@@ -261,9 +255,8 @@ def test_fails_inside(where, monkeypatch):
 
 def interrupt(cb): raise KeyboardInterrupt
 
-@pytest.mark.parametrize('order', [-1000,0,1000])
-@pytest.mark.parametrize('event', ['before_fit', *training_events, 'before_validate'])
-def test_ctrl_c(event, order):
+@drawn(12, event=['before_fit', *training_events, 'before_validate'], order=[-1000,0,1000])
+def test_ctrl_c_beside_memory_savers(event, order):
     "Ctrl-C in another callback leaves nothing of both in the learner: it has the attributes of the plain one"
     def run(*cbs):
         learn = get_learner(*odd)
@@ -274,12 +267,12 @@ def test_ctrl_c(event, order):
         return learn
     a,b = run(),run(GradientCheckpointing(), OffloadActivations())
     names = {cb.name for cb in b.cbs}
-    assert is_clean(b) and set(vars(b))-names==set(vars(a))-names
+    assert is_returned(b) and set(vars(b))-names==set(vars(a))-names
     assert [set(vars(m)) for m in b.model.modules()]==[set(vars(m)) for m in a.model.modules()]
     b.fit(1)
-    assert is_clean(b)
+    assert is_returned(b)
 
-@pytest.mark.parametrize('event', ['before_fit', *[o for o in training_events if o not in ('after_loss','after_step')]])
+@pytest.mark.parametrize('event', ['before_fit','before_epoch','after_pred','after_batch','after_epoch'])
 def test_validates_in_between(event):
     "A callback validates in the middle; blocks still run again afterwards"
     def f(cb):
@@ -293,7 +286,7 @@ def test_validates_in_between(event):
         learn = get_learner(*odd).gradient_checkpointing()
         c = calls(learn)
         learn.fit(1, cbs=Callback(**{event:g}))
-        assert is_clean(learn)
+        assert is_returned(learn)
         assert c[0]>=5, c
 
 def saves(where):
@@ -313,13 +306,13 @@ def test_copies():
         assert len(ran)==1
         assert not find_blocks(m)==[] and [str(b) for b in find_blocks(m)]==[str(b) for b in find_blocks(learn.model)]
     new = deepcopy(learn)
-    for l in (learn,new): set_seed(3); l.fit(1); assert is_clean(l)
-    assert_equal(state(new)[:1], state(learn)[:1])
+    for l in (learn,new): set_seed(3); l.fit(1); assert is_returned(l)
+    assert_equal(bits(new)[:1], bits(learn)[:1])
 
 class Exports(Callback):
     def after_train(self): self.learn.export('mid.pkl')
 
-def test_export(tmp_path):
+def test_export_of_checkpointing(tmp_path):
     "`export` in the middle of a fit and after it, and `load_learner`"
     learn = get_learner(*odd).gradient_checkpointing()
     learn.dls,learn.path = make_dls(24, 12, x=torch.randn(24,3,16,16)),tmp_path
@@ -328,10 +321,10 @@ def test_export(tmp_path):
     learn.export('end.pkl')
     for nm in ('mid','end'):
         l = load_learner(tmp_path/f'{nm}.pkl')
-        assert isinstance(l.checkpointing, GradientCheckpointing) and is_clean(l)
+        assert isinstance(l.checkpointing, GradientCheckpointing) and is_returned(l)
         l.dls = learn.dls
         l.fit(1)
-        assert is_clean(l)
+        assert is_returned(l)
     def preds(l): set_seed(0); return l.model.eval()(x)   # `Odd` draws numbers in evaluation too
     assert torch.equal(preds(load_learner(tmp_path/'end.pkl')), preds(learn))
 
@@ -342,7 +335,7 @@ def test_removed():
     def f(cb):
         if cb.training: cb.learn.remove_cb(GradientCheckpointing)
     learn.fit(2, cbs=[Callback(after_batch=f), Callback(after_train=lambda cb: seen.append(ns[0]))])
-    assert seen==[4,7] and is_clean(learn), seen
+    assert seen==[4,7] and is_returned(learn), seen
 
 def test_added():
     "Added by another callback, and replaced by the method"
@@ -353,14 +346,14 @@ def test_added():
     def add(cb):
         if not learn.cbs.filter(risinstance(GradientCheckpointing)): learn.add_cb(GradientCheckpointing())
     learn.fit(2, cbs=Callback(before_batch=add))
-    assert ns[0]==3+5 and is_clean(learn)   # from the next epoch on
+    assert ns[0]==3+5 and is_returned(learn)   # from the next epoch on
 
 def refuse(pat, blocks=None, make=None):
     learn = get_learner(make or Net, odd[1])
     if callable(blocks): blocks = blocks(learn.model)
     with pytest.raises(ValueError, match=pat): learn.gradient_checkpointing(blocks).fit(1)
 
-def test_refused():
+def test_blocks_that_are_refused():
     must = r'blocks must be a list of modules, a function module -> bool such as risinstance\(MyBlock\), or None, got'
     for o in (3, 'layer1'): refuse(f'{must} {o!r}', o)
     refuse('blocks must be a list .* got Odd', lambda m: m.body[0])
@@ -379,7 +372,7 @@ def test_refused():
         m = Net(); m.stem = torch.jit.script(m.stem); return m
     refuse('stem is scripted', make=scripted)
 
-def test_compiled():
+def test_compiled_blocks():
     refuse('the model is compiled', make=lambda: torch.compile(Net()))
     def part():
         m = Net(); m.body[1].compile(); return m
@@ -398,7 +391,7 @@ def test_in_place():
     learn = get_learner(make, odd[1]).gradient_checkpointing()
     why = 'body.1 changes its input in place, so it cannot be computed again; leave it out of blocks'
     with pytest.raises((ValueError,RuntimeError), match=why): learn.fit(1)   # by the proof, or in the first batch
-    assert is_clean(learn)
+    assert is_returned(learn)
 
 names = dict(
     resnet18='0[0:4] 0.4.0 0.4.1 0.5.0 0.5.1 0.6.0 0.6.1 0.7.0 0.7.1 model[1:2]',
@@ -413,11 +406,11 @@ def test_find_blocks(arch): assert ' '.join(map(str, find_blocks(archs[arch][0](
 
 def plain(n): return nn.Sequential(*[nn.Linear(2,2) for _ in range(n)])
 
-@pytest.mark.parametrize('n,sizes', [(4,[2,2]), (9,[3,3,3]), (30,[6]*5)])
-def test_a_plain_chain_in_pieces(n, sizes):
+def test_a_plain_chain_in_pieces():
     "About √n layers in each, however short it is; a short row in a larger model is one block"
-    assert [len(b.ms) for b in find_blocks(plain(n))]==sizes
-    if n<12: assert [str(b) for b in find_blocks(nn.Sequential(Odd(), *plain(n)))]==['0',f'model[1:{n+1}]']
+    for n,sizes in (4,[2,2]),(9,[3,3,3]),(30,[6]*5):
+        assert [len(b.ms) for b in find_blocks(plain(n))]==sizes
+        if n<12: assert [str(b) for b in find_blocks(nn.Sequential(Odd(), *plain(n)))]==['0',f'model[1:{n+1}]']
 
 def test_the_root_has_a_name():
     model = plain(4)
@@ -426,15 +419,20 @@ def test_the_root_has_a_name():
     with pytest.raises((ValueError,RuntimeError), match='GradientCheckpointing: the model changes its input in place'):
         learn.fit(1)
 
-@pytest.mark.parametrize('arch', archs)
-def test_blocks_do_not_overlap(arch):
-    model = archs[arch][0]()
-    inside = [id(o) for b in find_blocks(model) for m in b.ms for o in m.modules()]
-    assert len(inside)==len(set(inside))
+def test_blocks_do_not_overlap():
+    for arch in names:
+        inside = [id(o) for b in find_blocks(archs[arch][0]()) for m in b.ms for o in m.modules()]
+        assert len(inside)==len(set(inside)), arch
 
-def peak(arch, on=noop, **kwargs):
-    "Bytes at the peak of a training step of 16 images of 128 pixels, its parameters and buffers included"
-    learn = get_learner(body(arch), images(128, 16), opt_func=SGD)
+def tower():
+    "Ten blocks, whose activations are most of the memory"
+    def conv(n): return nn.Sequential(nn.Conv2d(n, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+    blocks = [nn.Sequential(conv(16), conv(16)) for _ in range(10)]
+    return nn.Sequential(conv(3), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16,3))
+
+def peak_of(on=noop):
+    "Bytes at the peak of a training step of 8 images of 64 pixels, its parameters and buffers included"
+    learn = get_learner(tower, images(64, 8), opt_func=SGD)
     learn.add_cb(NoValid())
     on(learn)
     batches = learn.dls.train.dataset[:1]
@@ -442,12 +440,11 @@ def peak(arch, on=noop, **kwargs):
     learn.fit(1)
     return peak_bytes(lambda: learn.fit(1))+held_bytes(learn)[0]
 
-@pytest.mark.parametrize('arch,most', [(resnet34,.6), (resnet50,.5)], ids=['resnet34','resnet50'])
-def test_memory(arch, most):
-    a,b = peak(arch, Learner.gradient_checkpointing),peak(arch)
-    assert a/b<=most, f'{a/b:.3f} of the memory of the plain run, allowed {most}'
+def test_memory_of_checkpointing():
+    a,b = peak_of(Learner.gradient_checkpointing),peak_of()
+    assert a/b<=.4, f'{a/b:.3f} of the memory of the plain run'
 
-def test_nothing_is_kept():
+def test_no_activation_is_kept():
     "No activation outlives the step"
     def live(): gc.collect(); return sum(isinstance(o, Tensor) for o in gc.get_objects())
     learn = get_learner(*odd).gradient_checkpointing()
@@ -456,5 +453,10 @@ def test_nothing_is_kept():
     learn.fit(2)
     assert live()<=n+10, (live(),n)
 
-# for `test_offload.py`; pytest would run the tests twice
-__all__ = [o for o in globals() if not o.startswith(('_','test'))]
+def test_offload_on_the_cpu():
+    "It is the plain run, and nothing is copied"
+    m,x = nn.Sequential(nn.Linear(64,64), nn.Tanh()),torch.randn(32,64)
+    host = Host(m)
+    assert host.put(x) is x
+    with host.hooks(): m(x).sum().backward()
+    assert host.most==0

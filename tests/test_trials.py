@@ -38,7 +38,8 @@ def test_keeps_off(k, tmp_path, monkeypatch, capsys):
     learn.remove_cbs(learn.cbs.filter(risinstance((MicroBatch,ProgressCallback,ShowGraphCallback))))
     learn.fit(1)
     assert learn.logs.n==8+2 and learn.projects.n==0
-    assert len(list(tmp_path.rglob('*.pth')))==1 and len((tmp_path/'history.csv').read_text().splitlines())==2
+    assert len(list(tmp_path.rglob('*.pth')))==1
+    assert len((tmp_path/'history.csv').read_text(encoding='utf-8').splitlines())==2
 
 def test_a_gan_is_told_that_the_check_is_not_for_it():
     x = torch.randn(8, 3, 16, 16)

@@ -1,0 +1,88 @@
+"""Models with one odd habit each, and common architectures: trained exactly as with the large batch, or refused before
+anything has moved.
+
+The models are in tests/kinds.py, some for each row of what broke an earlier version. A control must train; it is a
+model that is right, and a refusal of it would be a false alarm. The architectures are in benchmarks/proved.py. Here is
+a sample of both; with `SWEEP=1` in the environment it is all of them, an hour and a half."""
+import re,sys
+import pytest
+from harness import *
+from kinds import Kind,Odd,controls,kinds,later,norm,tol,verdict
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]/'benchmarks'))
+
+arguments = dict(exact='exact=True', coupled='coupled=True', checkpointing='GradientCheckpointing')
+unseen = pytest.mark.xfail(strict=True, reason='a limit, which the page "What is proved, what is refused" names')
+
+# what was silently wrong once, and what was refused though it is right
+by_name = [('hook_fills_a_dict','exact'), ('averaged_weights','exact'), ('if_requires_grad','exact'),
+    ('something_else_without_gradient','exact'), ('dropout_of_two_views','exact'), ('function_of_autograd','exact'),
+    ('similarities','exact'), ('random_partners','exact'), ('layerdrop_by_torch','exact'), ('gpt2','exact'),
+    ('normal_of_some_columns','exact'), ('data_of_an_encoder','exact'), ('state_of_rows','exact'),
+    ('average_inside_a_buffer','checkpointing'), ('counter_of_a_class','coupled'), ('by_a_flag_of_an_object','exact'),
+    ('dropout_between_norms','exact'), ('attention','exact'), ('counter','coupled'), ('rows_that_are_kept','coupled'),
+    ('views_side_by_side','exact')]
+
+def each(ks):
+    "Of each row two models, one way each, and those in `by_name`; each way in turn"
+    cases = [(name, way) for name,k in ks.items() for way in k.ways]
+    if not SWEEP:
+        rows,rng,drawn = {},random.Random(0),[c for c in by_name if c in cases]
+        for name,k in ks.items(): rows.setdefault(k.row, []).append(name)
+        for i,names in enumerate(rows.values()):
+            for j,name in enumerate(rng.sample(names, 2)): drawn.append((name, ks[name].ways[(i+j)%len(ks[name].ways)]))
+        cases = [c for c in cases if c in drawn]
+    return [pytest.param(*c, id='-'.join(c), marks=[unseen]*(c[1] in ks[c[0]].limit)) for c in cases]
+
+def words(model):
+    "The names by which a message can say where something differs: of modules, parameters, buffers and attributes"
+    paths = [n for n,m in model.named_modules() if n]+[n for n,_ in [*model.named_parameters(),*model.named_buffers()]]
+    kept = {k for m in model.modules() for k in vars(m) if not k.startswith('_') and k!='training'}
+    return {*paths, *kept, *(type(m).__name__ for m in model.modules())}
+
+def says_where(k, way, message):
+    "Whether the message names the callback with its argument, what it is about, and what the row asks for"
+    assert message.startswith(('MicroBatch','GradientCheckpointing')) and arguments[way] in message, message
+    found = {w for w in words(k.make()[0]) if re.search(rf'\b{re.escape(w)}\b', message)}
+    assert found or re.search(r'random numbers|generator|\bpred\b', message), f'names nothing of the model: {message}'
+    assert k.says in message, f'does not say {k.says}: {message}'
+
+def explain(v, what):
+    return f'{v}: {what}' if isinstance(what, str) else f'{v}: relative error {what[0]:.1e} at {what[1]}'
+
+@pytest.mark.parametrize('name,way', each(kinds))
+def test_exact_or_refused(name, way):
+    k = kinds[name]
+    v,what = verdict(k, way)
+    # what a callback switches later is seen later, but before the step with it
+    allowed = ('exact','refused','stopped') if k.row==later else ('exact','refused')
+    assert v in allowed, explain(v, what)
+    if v!='exact': says_where(k, way, what)
+
+@pytest.mark.parametrize('name,way', each(controls))
+def test_what_is_right_is_not_refused(name, way):
+    v,what = verdict(controls[name], way)
+    assert v=='exact', explain(v, what)
+
+def test_a_difference_is_seen():
+    "Plain slices differ from the large batch where the loss or a norm looks at the batch: the comparison must say so"
+    k = Kind(lambda: Odd(lambda m, h: m.bn(h), bn=norm()), 'norm', ())
+    v,(err,_) = verdict(k, 'coupled')
+    assert v=='silent' and err>1e3*tol
+
+# ---- architectures
+
+proved = pytest.importorskip('proved', reason='needs fastai with vision, text and tabular')
+
+few = [('resnet18','exact'), ('vision_learner(resnet18)','checkpointing'), ('tabular_learner, bn_final','exact'),
+       ('AWD-LSTM language model','exact'), ('AWD-LSTM classifier','checkpointing'), ('timm convnext_atto','coupled'),
+       ('BERT','coupled'), ('GPT-2, use_cache=True, the whole output','exact')]
+
+@pytest.mark.parametrize('name,way', itertools.product(proved.archs, proved.ways) if SWEEP else few)
+def test_architecture(name, way):
+    "What is proved is also trained, one step in float64 with batch norm, dropout and all, and compared"
+    a = proved.archs[name]
+    if needs := a.get('needs'): pytest.importorskip(needs, reason=f'tests a model of {needs}')
+    r = proved.row(name, way)
+    if way in a['refused']: assert r['what']=='refused' and a['refused'][way][0] in r['says'], r
+    elif not a.get('in64', True): assert r['what']=='not tried' and 'Double' in r['says'], r
+    else: assert r['what']=='proved' and max(r['trained'] or 0, r.get('error', 0))<=1e-8, r   # rounding grows by layers
