@@ -3,7 +3,7 @@ BIN    ?= .venv/bin
 DEMO   := $(dir $(BIN)).demo
 READY  := $(dir $(BIN)).installed
 
-.PHONY: help demo test test-all test-fresh test-oldest sweep works docs readme experiments bench bench-distributed bench-microbatch bench-wholebatch bench-cost bench-drift bench-checkpointing bench-memory bench-proof bench-noise what-fits bench-gpu proved size clean
+.PHONY: help demo test test-fresh test-oldest sweep rounding mutants works docs readme experiments bench-distributed bench-microbatch bench-wholebatch bench-cost bench-drift bench-checkpointing bench-memory bench-proof bench-noise what-fits bench-gpu proved size clean
 
 help: ## One line for each command
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -20,27 +20,29 @@ $(READY): $(DEMO)
 demo: $(DEMO) ## Train on digits: the large batch, MicroBatch, AccumulateStep, and fastai's callback
 	@$(BIN)/python benchmarks/demo.py
 
-test: $(READY) ## Every notebook, and the tests of the promise
+test: $(READY) ## Every notebook and every test (with SWEEP=1, the sweeps of the night too)
 	OMP_NUM_THREADS=1 $(BIN)/nbdev-test --n-workers 2
 	FAKEGPU=1 OMP_NUM_THREADS=1 $(BIN)/nbdev-test nbs/memory/offload.ipynb
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-all: $(READY) ## Every notebook and every test, with those of the corners
-	OMP_NUM_THREADS=1 $(BIN)/nbdev-test --n-workers 2
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
+rounding: $(READY) ## Every notebook, as on a processor that rounds otherwise, with tolerances a hundred times smaller
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rounding.py
+
+mutants: $(READY) ## Which of some small mistakes in the package the tests find (an hour)
+	$(BIN)/python benchmarks/mutants.py --save
 
 test-fresh: $(READY) ## The wheel and its first example, in fresh environments of Python 3.11 to 3.13 (downloads 6 GB for each)
-	FRESH=1 $(BIN)/python -m pytest -v tests/corners/test_packaging.py -k fresh
+	FRESH=1 $(BIN)/python -m pytest -v tests/test_packaging.py -k fresh
 
 OLDEST := .venv-oldest/bin/python
 
 test-oldest: ## Every test with the oldest fastai and PyTorch that we support, in an environment of its own (downloads 5 GB); no notebooks, since nbdev needs a newer fastcore
 	test -x $(OLDEST) || $(PYTHON) -m venv .venv-oldest
 	$(OLDEST) -m pip install --quiet --disable-pip-version-check -c .github/oldest.txt -e . pytest pytest-xdist hypothesis accelerate build twine 'setuptools>=77'
-	OMP_NUM_THREADS=1 $(OLDEST) -m pytest -n 2 --dist loadfile tests
+	OMP_NUM_THREADS=1 $(OLDEST) -m pytest -n 2 --dist loadfile
 
 sweep: $(READY) ## All endings, all of the grid, and all of whatever `make test` draws a sample of (at night)
-	SWEEP=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests
+	SWEEP=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 works: $(READY) ## Measure what the pages "Works with" and "What we tested" show, with the optional packages
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
@@ -116,8 +118,5 @@ experiments: $(READY) ## What the first users of accumulation tried, and other l
 size: $(READY) ## How large the code is, and how many calls a window takes
 	@$(BIN)/python -W ignore benchmarks/size.py
 
-bench: $(READY) ## What accumulation costs in time and memory
-	$(BIN)/python benchmarks/overhead.py
-
 clean: ## Remove what the other commands made
-	rm -rf .venv _proc _docs build dist *.egg-info .pytest_cache .hypothesis
+	rm -rf .venv _proc _docs build dist *.egg-info .pytest_cache .hypothesis tests/.mutants.json

@@ -1,6 +1,7 @@
 """`python .ci/docs.py site` builds the site in _docs from the notebooks, `python .ci/docs.py readme` README.md"""
 import html,json,re,shutil,subprocess,sys,textwrap,yaml
 from base64 import b64decode
+from functools import partial
 from inspect import _empty as empty,formatannotation
 from itertools import takewhile
 from pathlib import Path
@@ -37,25 +38,27 @@ def _repr_markdown_(self):
     table = '\n'.join('| '+' | '.join(r).replace('\n', ' ')+' |' for r in rows)*bool(rows[2:])
     return f'```python\n{call}\n```\n\n'+re.sub(r'^(\s*)(.+)', r'\1*\2*', docs, count=1)+f'\n\n{table}'
 
+def rewrite(p, f): p.write_text(f(p.read_text(encoding='utf-8')), encoding='utf-8')
+
 def rendered(*options):
     "The folder of the pages, as smalldocs makes them from the notebooks that nbdev has processed"
     _build_modidx()
     cache,run = Path(proc_nbs(cfg.nbs_path, force=True)),Path(sys.executable).parent/'smalldocs'
-    for p in cache.rglob('*.ipynb'): p.write_text(re.sub(r'output-file: [\w.]+\\n', '', p.read_text()))   # as its name
+    for p in cache.rglob('*.ipynb'): rewrite(p, partial(re.sub, r'output-file: [\w.]+\\n', ''))   # as its name
     subprocess.run([run, 'render', '--quiet', *options, cache], check=True)
     return cache/cfg.doc_path.name
 
 def menus():
     "The notebooks of the reader's menu, and those of the developer's, as paths in `nbs`"
-    bars = yaml.safe_load((cfg.nbs_path/'_quarto.yml').read_text())['website']['sidebar']
+    bars = yaml.safe_load((cfg.nbs_path/'_quarto.yml').read_text(encoding='utf-8'))['website']['sidebar']
     return [[o if isinstance(o, str) else o['href'] for s in bar['contents'] for o in s['contents']] for bar in bars]
 
 def site():
     pages = rendered('--strict')
     shutil.rmtree(cfg.doc_path, ignore_errors=True)
     shutil.move(pages, cfg.doc_path)
-    for p in cfg.doc_path.rglob('*.html'): p.write_text(finished(p.read_text(), p.relative_to(cfg.doc_path)))
-    for p in cfg.doc_path.rglob('*.css'): p.write_text(re.sub(r'@import url\(https:[^)]*\);', '', p.read_text()))
+    for p in cfg.doc_path.rglob('*.html'): rewrite(p, partial(finished, page=p.relative_to(cfg.doc_path)))
+    for p in cfg.doc_path.rglob('*.css'): rewrite(p, partial(re.sub, r'@import url\(https:[^)]*\);', ''))
     search_for_readers(cfg.doc_path/'search.json')
 
 def finished(text, page):
@@ -67,8 +70,8 @@ def finished(text, page):
     text = re.sub(r'<table\b.*?</table>', stacked, text, flags=re.S)
     text = re.sub(r'<nav id="TOC".*?</nav>', broken_at_dots, text, flags=re.S)
     text = text.replace(f'<a href="{cfg.doc_host}{cfg.doc_baseurl}/', f'<a href="{"../"*(len(page.parts)-1) or "./"}')
-    source = (cfg.nbs_path/(nb := page.with_suffix('.ipynb'))).read_text()
-    (cfg.doc_path/nb).write_text(source)
+    source = (cfg.nbs_path/(nb := page.with_suffix('.ipynb'))).read_text(encoding='utf-8')
+    (cfg.doc_path/nb).write_text(source, encoding='utf-8')
     colab = f'{cfg.git_url.replace("github.com", "colab.research.google.com/github")}/blob/{cfg.branch}/nbs/{nb}'
     links = f'<a href="{colab}">Open in Colab</a> · '*('/content' in source)   # it installs the package there
     links += f'<a href="{nb.name}" download>Download the notebook</a>'
@@ -101,19 +104,19 @@ def stacked(m, width=50):
 
 def search_for_readers(p):
     "In the index `p`, leave out what is for developers, also on readers' pages, and add words that readers search for"
-    words,pages = yaml.safe_load((Path(__file__).parent/'search.yml').read_text()),{}
-    for e in json.loads(p.read_text()): pages.setdefault(e['href'].split('#')[0], []).append(e)
+    words,pages = yaml.safe_load((Path(__file__).parent/'search.yml').read_text(encoding='utf-8')),{}
+    for e in json.loads(p.read_text(encoding='utf-8')): pages.setdefault(e['href'].split('#')[0], []).append(e)
     for o in menus()[1]: pages.pop(o.replace('.ipynb', '.html'), None)
     entries = [e for es in pages.values() for e in takewhile(lambda e: e['section']!='How it works', es)]
     for e in entries: e['section'] = words.get(e['href'], e['section'])
-    p.write_text(json.dumps(entries, ensure_ascii=False))
+    p.write_text(json.dumps(entries, ensure_ascii=False), encoding='utf-8')
 
 def readme():
     pages,images = rendered(),cfg.nbs_path/'images'
     shutil.rmtree(images, ignore_errors=True)
     shutil.copytree(pages/'index_files', images)
-    text = (pages/'index.llms.md').read_text()   # PyPI shows no images by a relative path
+    text = (pages/'index.llms.md').read_text(encoding='utf-8')   # PyPI shows no images by a relative path
     text = text.replace('](index_files/', f']({cfg.git_url}/raw/{cfg.branch}/nbs/images/')
-    (cfg.config_path/'README.md').write_text(text)
+    (cfg.config_path/'README.md').write_text(text, encoding='utf-8')
 
 if __name__=='__main__': dict(site=site, readme=readme)[sys.argv[1]]()

@@ -171,7 +171,7 @@ if __name__=='__main__':
     print('\nWeights, relative difference to the run that should have the same: '+', '.join(f'{k} {min(v):.0e} to {max(v):.0e}' for k,v in same.items()))
     if args.save:
         path = Path(__file__).parent/'results'/'cifar.json'
-        old = json.loads(path.read_text()) if path.exists() else {}
+        old = json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
         if 'train' in args.kinds: old.update(seeds=args.seeds, machine=machine())
         if 'whole' in args.kinds: old.update(whole_machine=machine())
         save('cifar', **{**old, 'epochs':EPOCHS, 'lr':LR, **res, 'same':{**old.get('same', {}), **same}})

@@ -25,7 +25,7 @@ def name_of(device):
 def machine():
     "One line about what the figures were measured on"
     info = Path('/proc/cpuinfo')
-    lines = info.read_text().splitlines() if info.exists() else []
+    lines = info.read_text(encoding='utf-8').splitlines() if info.exists() else []
     cpu = next((l.split(':')[1].strip() for l in lines if l.startswith('model name')), platform.processor())
     import fastai
     return f'{cpu}, {os.cpu_count()} cores, {name_of(default_device())}; Python {platform.python_version()}, torch {torch.__version__}, fastai {fastai.__version__}'
@@ -77,7 +77,7 @@ def save(name, **kwargs):
     "Write the figures beside the script"
     p = Path(__file__).parent/'results'/f'{name}.json'
     p.parent.mkdir(exist_ok=True)
-    p.write_text(json.dumps({'machine':machine(), **kwargs}, indent=1)+'\n')
+    p.write_text(json.dumps({'machine':machine(), **kwargs}, indent=1)+'\n', encoding='utf-8')
     return p
 
 def mnist(folder=None):

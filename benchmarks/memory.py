@@ -166,7 +166,7 @@ def show(res):
 if __name__=='__main__':
     p = argparse.ArgumentParser(); p.add_argument('--save', action='store_true'); p.add_argument('--only', nargs='*', default=()); args = p.parse_args()
     device,file = counted(),Path(__file__).parent/'results'/'memory.json'
-    res = json.loads(file.read_text()) if args.only and file.exists() else dict(rows=[], architectures=[], places=[])
+    res = json.loads(file.read_text(encoding='utf-8')) if args.only and file.exists() else dict(rows=[], architectures=[], places=[])
     res.update(machine=f'{machine()}; counted by {by(device)}', by=by(device), simulated=is_simulated(device))
     print(res['machine'], flush=True)
     def wanted(o): return not args.only or o in args.only

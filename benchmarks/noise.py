@@ -16,7 +16,7 @@ from fastai_accum.know.noise import NoiseScale
 BS,N_STEP = 16,4
 
 def conv_net():
-    "The small convolutional network of `overhead.py`: 0.2 million parameters, most of the time in its activations"
+    "A small convolutional network: 0.2 million parameters, most of the time in its activations"
     layers = []
     for i,o in (3,32),(32,64),(64,128),(128,128): layers += [nn.Conv2d(i, o, 3, padding=1), nn.ReLU(), *([nn.MaxPool2d(2)] if o>32 else [])]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128,10))

@@ -234,7 +234,7 @@ if __name__=='__main__':
     warnings.filterwarnings('ignore')
     torch.set_num_threads(1)
     print(machine())
-    was = json.loads((Path(__file__).parent/'results'/'proved.json').read_text())
+    was = json.loads((Path(__file__).parent/'results'/'proved.json').read_text(encoding='utf-8'))
     rows,cases = {n:[r for r in was['rows'] if r['name']==n] for n in archs},was['cases']
     def keep():
         if args.save: save('proved', batch=bs, slice=small, rows=sum(rows.values(), []), cases=cases)

@@ -22,7 +22,7 @@ def is_code(line): return line.strip() and not line.strip().startswith('#')
 
 def size(f):
     "Lines of a module, and how many of its places are hard to read"
-    text = f.read_text()
+    text = f.read_text(encoding='utf-8')
     lines,nodes = list(filter(is_code, text.splitlines())),list(ast.walk(ast.parse(text)))
     ifs = [o for o in nodes if isinstance(o, ast.IfExp)]
     nested = sum(isinstance(c, ast.IfExp) for o in ifs for c in ast.walk(o) if c is not o)
@@ -63,7 +63,7 @@ if __name__=='__main__':
     print(f'\nprivate names of PyTorch and fastai that private.py gives to the others: {len(used)}')
     of = {Path(r[0]).stem:r[1] for r in rows}
     print(f'\nthe promise ({", ".join(promise)}): {sum(map(of.get, promise))} lines')
-    texts = [c for f in root.parent.glob('nbs/**/*.ipynb') for c in json.loads(f.read_text())['cells'] if c['cell_type']=='markdown']
+    texts = [c for f in root.parent.glob('nbs/**/*.ipynb') for c in json.loads(f.read_text(encoding='utf-8'))['cells'] if c['cell_type']=='markdown']
     print(f"\nthe notebooks: {sum(len(''.join(c['source']).split()) for c in texts):,} words of prose")
     calls = [['a window of four', *window(AccumulateStep(4))], ["four batches of fastai's", *window([], 4)]]
     print('\n'+table(calls, ['','calls','moves']))

@@ -126,7 +126,7 @@ def measure(nets, device, name, save_it, budget=None, only=()):
         show(net, r)
         far = max(far, *(error(w) or 0 for w in r['ways']))
         if not save_it: continue
-        was = json.loads(file.read_text())['rows'] if file.exists() else {}
+        was = json.loads(file.read_text(encoding='utf-8'))['rows'] if file.exists() else {}
         save(name, rows={k:r if k==net else was[k] for k in nets if k==net or k in was})
     print(f'\nThe pasted lines take what the tables say, within {far:.1%}')
     assert far<.05, far
