@@ -77,7 +77,7 @@ class Step(Callback):
 kinds = 'batch norm','dropout','loss'
 _savers = 'GradientCheckpointing','OffloadActivations'
 _never = ('ProgressCallback','MixedPrecision','NonNativeMixedPrecision','DistributedTrainer',
-          'ParallelTrainer','WindowCallback','GradAccumDtype','SkipNonFinite',*_savers)
+          'ParallelTrainer','WindowCallback','GradAccumDtype',*_savers)
 
 class Bench:
     "Trains `learn` for one step in float64, on at most `bs` samples of its first `batches`"

@@ -3,7 +3,6 @@ import pytest
 from contextlib import suppress
 from harness import *
 from fastai_accum.extras.precision import *
-from fastai_accum.extras.skip import *
 from fastai_accum.patch import *
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]/'benchmarks'))
@@ -210,7 +209,7 @@ def test_without_windows(tmp_path):
 
 def test_subclass():
     class Mine(AccumulateStep): pass
-    learn = make_learner(make_dls(64, 8), cbs=[Mine(4), GradAccumDtype(), SkipNonFinite()])
+    learn = make_learner(make_dls(64, 8), cbs=[Mine(4), GradAccumDtype()])
     learn.fit(1)
     assert learn.accumulate_step.counts.n_steps==2
 

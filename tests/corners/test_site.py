@@ -392,7 +392,7 @@ def test_around_the_page(path, page, root):
     assert text==(SITE.parent/'nbs'/nb).read_text()
 
 @on_site
-@pytest.mark.parametrize('path', ['index.html','extras/skip.html','works_with.html','know/bench.html'])
+@pytest.mark.parametrize('path', ['index.html','extras/precision.html','works_with.html','know/bench.html'])
 @pytest.mark.parametrize('height', [400,844])
 def test_menu_on_a_phone(path, height, page, root):
     "It begins with its first entry, below the bar, and scrolls to its last"

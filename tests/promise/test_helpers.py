@@ -5,7 +5,6 @@ from harness import *
 import fastai_accum.all   # for `exact=True`
 from fastai_accum.extras.batchnorm import *
 from fastai_accum.extras.precision import *
-from fastai_accum.extras.skip import *
 from fastai_accum.know.noise import *
 from fastai_accum.know.unchanged import unchanged
 from fastai_accum.know.check import *
@@ -143,38 +142,6 @@ def test_no_sums_are_left(exc, event):
     a = train(GradAccumDtype())
     assert_same(a, train())
     assert a.grad_accum_dtype.sums is None
-
-# ---- what is not finite
-
-def test_skips_the_micro_batch():
-    "As if the loader of the large batch had never had its samples"
-    x,y,rest = features(76),classes(76),[i for i in range(76) if i//8!=5]
-    bad = x.clone(); bad[40] = math.nan
-    a = make_learner(make_dls(76, 8, x=bad, shuffle=False), cbs=[AccumulateStep(4), SkipNonFinite()], opt_func=SGD)
-    with pytest.warns(UserWarning, match='micro-batch 2 of window 2 in epoch 0 is left out'): a.fit(2)
-    parts = np.split(rest, np.cumsum([32,24]))
-    dl = DataLoader([(x[i],y[i]) for i in parts], bs=None)
-    b = make_learner(DataLoaders(dl, a.dls.valid), opt_func=SGD); b.fit(2)
-    close(snapshot(a)['params'], snapshot(b)['params'])
-    assert (a.skip_non_finite.n_micro,a.skip_non_finite.n_steps)==(2,0)
-
-@pytest.mark.parametrize('opt', [SGD,Adam])
-def test_skips_the_step(opt):
-    "A gradient is infinite, and its loss is not: the slope of a root at 0"
-    class Root(nn.Module):
-        def forward(self, x): return x.abs().sqrt()
-    def train(bs, n):
-        x = features(76).clone(); x[40] = 0
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6,5, bias=False), Root(), nn.Linear(5,3)).double()
-        cbs = [AccumulateStep(n), SkipNonFinite(), GradientClip(.1)]
-        learn = make_learner(make_dls(76, bs, x=x, shuffle=False), model, cbs=cbs, opt_func=opt)
-        with pytest.warns(UserWarning, match='the step of window 2 in epoch 0 is skipped'): learn.fit(2)
-        return learn
-    a,b = train(8, 4),train(32, 1)
-    assert_same(a, b, but=['step.grads'])
-    assert all(p.isfinite().all() for p in a.model.parameters())
-    assert (a.skip_non_finite.n_micro,a.skip_non_finite.n_steps,a.accumulate_step.counts.n_thrown)==(0,2,64)
 
 # ---- schedules
 
