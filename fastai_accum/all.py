@@ -21,14 +21,13 @@ from fastai_accum.microbatch import *
 from fastai_accum.extras.batchnorm import *
 from fastai_accum.extras.precision import *
 from fastai_accum.know.schedules import *
-from fastai_accum.know.noise import NoiseScale
 from fastai_accum.memory.checkpointing import GradientCheckpointing
 from fastai_accum.memory.offload import OffloadActivations
 
 # %% ../nbs/index.ipynb #f21b2315
 __all__ = ['loss_weight', *core.__all__, *patch.__all__, *microbatch.__all__, *batchnorm.__all__,
            *precision.__all__, *schedules.__all__,
-           'NoiseScale', 'GradientCheckpointing', 'OffloadActivations']
+           'GradientCheckpointing', 'OffloadActivations']
 
 # %% ../nbs/index.ipynb #7e674d26
 def _explain(o):

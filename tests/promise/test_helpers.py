@@ -12,42 +12,7 @@ from fastai_accum.patch import accumulation
 
 weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.,10.,3.]).double())
 
-def uneven(bs=None):
-    "Micro-batches of any size, or windows of four of them"
-    sizes = np.array([7,3,11,2,5,9,1,4]*2)
-    at = np.cumsum([0,*(sizes if bs is None else sizes.reshape(-1,4).sum(1))])
-    x,y = features(84),classes(84)
-    batches = [(x[a:b], y[a:b]) for a,b in zip(at, at[1:])]
-    return DataLoaders(DataLoader(batches, bs=None), DataLoader(batches[:1], bs=None))
-
 # ---- the noise scale
-
-class Stored(Callback):
-    "The gradient of each micro-batch, from a copy of the model, and that of the window"
-    run_valid = False
-    def before_fit(self): self.seen,self.sums = [],[]
-    def after_loss(self):
-        model,(x,),(y,) = deepcopy(self.model),self.learn.xb,self.learn.yb
-        gs = torch.autograd.grad(weighted(model(x), y), list(model.parameters()))
-        self.seen.append((weighted.weight[y].sum().item(), torch.cat([g.flatten() for g in gs])))
-    def before_step(self):
-        mean = sum(w*g for w,g in self.seen)/sum(w for w,_ in self.seen)
-        self.sums.append([sum(w*g@g for w,g in self.seen).item(), (mean@mean).item()])
-        self.seen = []
-
-settings = dict(mean=lambda: [AccumulateStep(4)], sum=lambda: [AccumulateStep(4, average=False)],
-                both=lambda: [AccumulateStep(2),MicroBatch(3)], clip=lambda: [AccumulateStep(4),GradientClip(1e-3)],
-                scaled=lambda: [AccumulateStep(4),OnCpu(init_scale=2.**10)])
-@pytest.mark.parametrize('how', settings)
-def test_noise_sums(how):
-    "The sums of the hooks are those of gradients that are stored; the training is the same as without"
-    a = make_learner(uneven(), loss_func=weighted, cbs=[*settings[how](), NoiseScale(), Stored()])
-    b = make_learner(uneven(), loss_func=weighted, cbs=settings[how]())
-    for l in (a,b): l.fit(2)
-    close(a.gradient_noise.windows[['sum_sq','mean_sq']].values.tolist(),
-          a.stored.sums[-len(a.gradient_noise.windows):])
-    assert worst(a, b)[0]==0 and len(a.stored.sums)>3
-    assert not any(p._backward_hooks for p in a.model.parameters())
 
 def test_noise_scale_is_that_of_the_population():
     "A linear regression, whose gradients are all known"
