@@ -185,42 +185,23 @@ _noted = WeakSet()   # the learners that have had the note
 
 def note_batch_norm(acc, learn):
     "Print once per learner that batch norm sees a part of a window, and the line that changes this"
+    if learn in _noted or rank_distrib() or 'lr_finder' in vars(learn): return
+    has_norm = any(isinstance(m, AnyBatchNorm) for m in learn.model.modules())
+    if not has_norm or any(is_a(o, 'BatchNormEval') for o in learn.cbs): return
     bs = batch_size(learn.dls.train)
-    cut = first(o for o in learn.cbs if makes_windows(o) and o.cuts)
-    part = _slice_size(cut, bs) if cut else None
-    sees = bs if part is None or cut.exact else part
-    is_one = acc.n_step==1 or isinstance(acc.n_samples, int) and acc.n_samples<=(bs or 0)
-    is_whole = sees==bs and is_one   # a window is a batch
-    if is_whole or learn in _noted or rank_distrib() or not _norms_differ(learn): return
+    cut = first(o for o in learn.cbs if makes_windows(o) and o.cuts and not o.exact)
+    part = cut and (cut.fits.get(True) if cut.bs=='auto' else cut.bs)
+    if part and part>=(bs or math.inf): part = None   # nothing is cut
+    n = bs*acc.n_step if bs and isinstance(acc.n_step, int) else acc.n_samples
+    if not part and (acc.n_step==1 or isinstance(n, int) and n<=(bs or 0)): return   # a window is a batch
     _noted.add(learn)
-    what = f'{sees} samples' if sees else 'one micro-batch'
-    print(f"{acc}: batch norm sees {what} at a time, so the training is not that of the\n"
-          f"large batch. For the same training, {_same_norm(acc, cut, part or bs, bs)}{_where(learn)}")
-
-def _norms_differ(learn):
-    "Whether the model has batch norm, and no callback knows what it sees"
-    knows = any(hasattr(type(o), 'knows_batch_norm') for o in learn.cbs)
-    return not knows and any(isinstance(m, AnyBatchNorm) for m in learn.model.modules())
-
-# %% ../nbs/refusals.ipynb #a5902a04
-def _slice_size(cut, bs):
-    "The samples in a slice; `None` if no batch is cut"
-    n = cut.fits.get(True) if cut.bs=='auto' else cut.bs
-    return n if n and n<(bs or math.inf) else None
-
-def _same_norm(acc, cut, part, bs):
-    "What to write, so that batch norm sees the large batch"
     if acc.cuts:
         exact = copy(cut)
         vars(exact).update(coupled=False, exact=True)
-        return f"write {as_line(exact)}"
-    size = bs*acc.n_step if bs and isinstance(acc.n_step, int) else acc.n_samples
-    batches = f'batches of {size}' if isinstance(size, int) else 'the large batch'
-    args = f'{part}, exact=True' if part else 'exact=True'
-    # how to go on without `acc`
-    without = getattr(type(acc), 'without', 'learn.remove_cb(AccumulateStep)')
-    return f"load {batches} and write\n{without}.micro_batch({args})"
-
-def _where(learn):
-    device = getattr(learn.dls, 'device', None) or next(learn.model.parameters()).device
-    return '\n(on a CPU, this saves no memory)' if torch.device(device).type=='cpu' else ''
+        line = f'write {as_line(exact)}'
+    else:
+        large = f'batches of {n}' if isinstance(n, int) else 'the large batch'
+        line = f'load {large} and write learn.gradient_checkpointing() in place of {acc}'
+    sees = f'{part or bs} samples' if part or bs else 'one micro-batch'
+    print(f"{acc!r}: batch norm sees {sees} at a time, so the training is not\n"
+          f"that of the large batch. For the same training,\n{line}")

@@ -68,3 +68,45 @@ def test_batch_norm_eval():
     a.remove_cb(BatchNormEval)
     a.fit(1)
     assert rel(a.model.bn1.running_mean, old[0])[0]>1e-3
+
+# ---- the note on batch norm
+
+def normed(): return nn.Sequential(nn.Linear(6,8), nn.BatchNorm1d(8), nn.Linear(8,3)).double()
+
+@pytest.mark.parametrize('cbs,sees,line', [
+    ([MicroBatch(2)], 'MicroBatch(bs=2): batch norm sees 2 samples', 'write learn.micro_batch(2, exact=True)'),
+    ([MicroBatch(2, coupled=True)], 'sees 2 samples', 'write learn.micro_batch(2, exact=True)'),
+    ([AccumulateStep(3)], 'AccumulateStep(n_step=3): batch norm sees 4 samples',
+     'load batches of 12 and write learn.gradient_checkpointing() in place of AccumulateStep'),
+    ([AccumulateStep(n_samples=8)], 'sees 4 samples', 'load batches of 8 and'),
+    ([AccumulateStep(lambda pct: 3)], 'sees 4 samples', 'load the large batch and'),
+    ([AccumulateStep(3),MicroBatch(2)], 'sees 2 samples', 'load batches of 12 and'),
+    ([AccumulateStep(3),MicroBatch(2, exact=True)], 'sees 4 samples', 'load batches of 12 and')], ids=str)
+def test_the_note_comes_once_and_names_the_line(cbs, sees, line, capsys):
+    learn = make_learner(make_dls(24, 4), normed(), cbs=cbs, splitter=params)
+    learn.lr_find(num_it=2, show_plot=False, suggest_funcs=None)
+    assert 'batch norm sees' not in capsys.readouterr().out
+    for _ in range(2): learn.fit(1)
+    said = capsys.readouterr().out
+    assert said.count('batch norm sees')==1 and sees in said and line in said, said
+
+@pytest.mark.parametrize('limit,bs', [(9,'auto'), (9,4), (3,'auto')])
+def test_the_note_comes_when_a_batch_is_cut(limit, bs, capsys):
+    "`MicroBatch()` cuts nothing until memory runs out, and large slices cut nothing"
+    class Small(nn.Module):
+        def __init__(self): super().__init__(); self.body = normed()
+        def forward(self, x):
+            if len(x)>limit: raise RuntimeError('out of memory')
+            return self.body(x)
+    make_learner(make_dls(24, 4), Small(), cbs=MicroBatch(bs), splitter=params).fit(1)
+    out = capsys.readouterr().out
+    assert ('batch norm sees 2 samples' in out and 'learn.micro_batch(exact=True)' in out)==(limit==3), out
+
+@pytest.mark.parametrize('cbs', [[], [AccumulateStep(1)], [AccumulateStep(2),BatchNormEval()], [MicroBatch(2, exact=True)]],
+                         ids=str)
+def test_no_note(cbs, capsys):
+    make_learner(make_dls(24, 4), normed(), cbs=cbs, splitter=params).fit(1)
+    make_learner(make_dls(24, 4), cbs=AccumulateStep(2)).fit(1)   # without batch norm
+    refused = make_learner(make_dls(24, 4), normed(), cbs=AccumulateStep(50, drop_last=True), splitter=params)
+    with pytest.raises(ValueError, match='would never step'): refused.fit(1)
+    assert 'batch norm' not in capsys.readouterr().out

@@ -17,7 +17,6 @@ class BatchNormEval(Callback):
 
     Example: `vision_learner(dls, resnet34, cbs=[AccumulateStep(4), BatchNormEval()])`.
     https://fastai-accum.github.io/fastai_accum/extras.html#do-without-batch-norm"""
-    knows_batch_norm = True   # no note about batch norm is needed
     def before_train(self):
         "Put the batch norms into evaluation mode, after `TrainEvalCallback` has left it"
         for m in self.model.modules():
