@@ -53,26 +53,22 @@ def check_function(who, name, v, what):
     if v is not None and not callable(v): raise ValueError(f"{who}: {name} must be a function {what}, got {v!r}")
 
 # %% ../nbs/refusals.ipynb #cdbc50cf
-_meant = {   # what other libraries call our arguments, or what is near to it
-    'AccumulateStep n_step': '''n_step n_acc n_micro accum acc_steps accumulation_steps accumulate_grad_batches update_freq
-        every_k_schedule''',
-    'AccumulateStep n_samples': 'n_samples n_acc batch_size effective_bs',
-    'MicroBatch bs': 'bs batch_size micro_batch_size chunk_size',
-    **{f'MicroBatch {k}':k for k in ('coupled','exact','valid','split')}}
+_meant = {   # our arguments, and what others call them
+    ('AccumulateStep','n_step'): """n_step n_batches n_acc n_micro accum accum_iter acc_steps accumulation_steps update_freq
+        accumulate_grad_batches every_k_schedule""",
+    ('AccumulateStep','n_samples'): 'n_samples n_acc accum_bs batch_size effective_bs',
+    ('MicroBatch','bs'): 'bs slice slice_size batch_size micro_batch_size chunk_size',
+    **{('MicroBatch',k):k for k in ('coupled','exact','valid','split')}}
 
 def refuse_unknown(cls, kwargs):
     "Raise an error that names the right argument and its callback"
     args = [o for o in inspect.signature(cls.__init__).parameters if o not in ('self','unnamed','kwargs')]
-    words = [(o,*place.split()) for place,names in _meant.items() for o in names.split()]
-    words += [(o,cls.__name__,o) for o in args if o not in ('n_step','n_samples')]
+    names = {(cls.__name__,o):o for o in args} | _meant
     for k,v in kwargs.items():
-        near = get_close_matches(k.lower(), {o for o,*_ in words}, 1)
-        found = [place for o,*place in words if o in near]
-        own = [o for o in found if o[0]==cls.__name__]
-        lines = dict.fromkeys(f'`{who}({name}={v!r})`' for who,name in own or found)
-        hint = f"Did you mean {' or '.join(lines)}? " if lines else ''
-        if cls.__name__=='MicroBatch' and k in ('average','reduction'):
-            hint = "If your own loss sums over the batch, give it an attribute: loss.reduction='sum'. "
+        near = get_close_matches(k.lower(), ' '.join(names.values()).split(), 1)
+        found = [o for o in names if near and near[0] in names[o].split()]
+        own = [o for o in found if o[0]==cls.__name__] or found
+        hint = f"Did you mean {' or '.join(f'`{who}({o}={v!r})`' for who,o in own)}? " if own else ''
         raise TypeError(f"{cls.__name__}: there is no argument {k!r}. {hint}The arguments are {', '.join(args)}")
 
 # %% ../nbs/refusals.ipynb #cdbc50d1
