@@ -3,7 +3,7 @@ BIN    ?= .venv/bin
 DEMO   := $(dir $(BIN)).demo
 READY  := $(dir $(BIN)).installed
 
-.PHONY: help demo test test-fresh test-oldest sweep rounding mutants works docs readme experiments bench-distributed bench-microbatch bench-wholebatch bench-cost bench-drift bench-checkpointing bench-memory bench-proof bench-noise what-fits bench-gpu proved size clean
+.PHONY: help demo test test-fresh test-oldest sweep rounding mutants works docs readme experiments bench-distributed bench-microbatch bench-wholebatch bench-cost bench-drift bench-checkpointing bench-memory bench-proof what-fits bench-gpu proved size clean
 
 help: ## One line for each command
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -90,9 +90,6 @@ bench-proof: $(READY) ## What the proof before the first step costs (five minute
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/proof.py --save
 	$(BIN)/nbdev-test --save nbs/tutorials/how_it_is_proved.ipynb
 	$(BIN)/nbdev-clean
-
-bench-noise: $(READY) ## What measuring the noise of gradients costs in time
-	$(BIN)/python benchmarks/noise.py
 
 what-fits: $(READY) ## What `learn.what_fits()` says for six learners, with each line pasted and run (ten minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/what_fits.py --save

@@ -58,6 +58,17 @@ class LateSchedule(Callback):
     def before_batch(self): self.learn.pct_train += .75/(self.n_iter*self.n_epoch)
     def after_batch(self): self.learn.pct_train -= .75/(self.n_iter*self.n_epoch)
 
+def to_group_norm(m):
+    "The recipe of the page on batch norm"
+    for k,o in m.named_children():
+        to_group_norm(o)
+        if isinstance(o, nn.BatchNorm2d):
+            n = o.num_features
+            gn = nn.GroupNorm(math.gcd(n, min(32, max(1, n//8))), n, o.eps)
+            gn.weight,gn.bias = o.weight,o.bias
+            setattr(m, k, gn)
+    return m
+
 # How each run is trained. The others are compared with the first
 arms = {
     '32':                         dict(bs=32),

@@ -3,7 +3,7 @@
     python benchmarks/size.py    # lines of each module, what makes them hard to read, words of the notebooks, and the calls and moves in one window of four
 
 A line counts if it is neither blank nor a comment. Hard to read are conditional expressions inside of others, assignments of several values to several
-names, lines over 100 characters, and cells of the notebooks with more than 30 lines of code. A call is one of a Python function of the package or of `fastai.learner`, counted with
+names, lines over 100 characters, and cells of the notebooks with more than 60 lines of code. A call is one of a Python function of the package or of `fastai.learner`, counted with
 `sys.setprofile` over one window of four micro-batches; a move is a call in another module than the call before."""
 import ast,json,sys,warnings
 from collections import Counter
@@ -28,7 +28,7 @@ def size(f):
     nested = sum(isinstance(c, ast.IfExp) for o in ifs for c in ast.walk(o) if c is not o)
     several = [o for o in nodes if isinstance(o, ast.Assign) and isinstance(o.value, ast.Tuple) and isinstance(o.targets[0], ast.Tuple)]
     cells = [len(list(filter(is_code, o.splitlines()))) for o in text.split('\n# %% ')[1:]]
-    return len(lines),nested,len(several),sum(len(o)>100 for o in lines),sum(n>30 for n in cells)
+    return len(lines),nested,len(several),sum(len(o)>100 for o in lines),sum(n>60 for n in cells)
 
 class Mark(Callback):
     "Notes where each window ends in `log`"
@@ -58,7 +58,7 @@ if __name__=='__main__':
     rows = [[str(f.relative_to(root)), *size(f)] for f in sorted(root.rglob('*.py')) if f.stem not in ('__init__','_modidx')]
     n,nested,several,long,cells = [sum(o) for o in list(zip(*rows))[1:]]
     rows.append(['all modules', n, nested, f'{several}: {100*several/n:.1f} in 100 lines', f'{long}: {100*long/n:.0f} %', cells])
-    print(table(rows, ['module','lines','nested conditionals','assignments of several values','lines over 100 characters','cells over 30 lines']))
+    print(table(rows, ['module','lines','nested conditionals','assignments of several values','lines over 100 characters','cells over 60 lines']))
     used = [k for k,v in vars(private).items() if not k.startswith('_') and not hasattr(basics, k)]
     print(f'\nprivate names of PyTorch and fastai that private.py gives to the others: {len(used)}')
     of = {Path(r[0]).stem:r[1] for r in rows}

@@ -291,4 +291,4 @@ def add_hint(e):
     "Say in the error `e` what to do"
     if 'more than 1 value per channel' in str(e):
         e.add_note("MicroBatch: one slice has a single sample, and batch norm needs two; "
-                   "pass a bs that leaves two or more in each slice, or see `to_group_norm` and `BatchNormEval`")
+                   "pass a bs that leaves two or more in each slice, or see `BatchNormEval`")

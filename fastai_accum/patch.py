@@ -54,7 +54,6 @@ def accumulation(
 # %% ../nbs/patch.ipynb #d00f882c
 class _OfOneFit(AccumulateStep):
     "The `AccumulateStep` of one fit; after the fit it is not copied or saved with the learner"
-    without = 'turn_off_accumulation(); learn'   # for the note about batch norm
     def __reduce_ex__(self, protocol): return super().__reduce_ex__(protocol) if self.learn else (type(None),())
 _OfOneFit.__name__ = 'AccumulateStep'   # in messages
 

@@ -53,26 +53,22 @@ def check_function(who, name, v, what):
     if v is not None and not callable(v): raise ValueError(f"{who}: {name} must be a function {what}, got {v!r}")
 
 # %% ../nbs/refusals.ipynb #cdbc50cf
-_meant = {   # what other libraries call our arguments, or what is near to it
-    'AccumulateStep n_step': '''n_step n_acc n_micro accum acc_steps accumulation_steps accumulate_grad_batches update_freq
-        every_k_schedule''',
-    'AccumulateStep n_samples': 'n_samples n_acc batch_size effective_bs',
-    'MicroBatch bs': 'bs batch_size micro_batch_size chunk_size',
-    **{f'MicroBatch {k}':k for k in ('coupled','exact','valid','split')}}
+_meant = {   # our arguments, and what others call them
+    ('AccumulateStep','n_step'): """n_step n_batches n_acc n_micro accum accum_iter acc_steps accumulation_steps update_freq
+        accumulate_grad_batches every_k_schedule""",
+    ('AccumulateStep','n_samples'): 'n_samples n_acc accum_bs batch_size effective_bs',
+    ('MicroBatch','bs'): 'bs slice slice_size batch_size micro_batch_size chunk_size',
+    **{('MicroBatch',k):k for k in ('coupled','exact','valid','split')}}
 
 def refuse_unknown(cls, kwargs):
     "Raise an error that names the right argument and its callback"
     args = [o for o in inspect.signature(cls.__init__).parameters if o not in ('self','unnamed','kwargs')]
-    words = [(o,*place.split()) for place,names in _meant.items() for o in names.split()]
-    words += [(o,cls.__name__,o) for o in args if o not in ('n_step','n_samples')]
+    names = {(cls.__name__,o):o for o in args} | _meant
     for k,v in kwargs.items():
-        near = get_close_matches(k.lower(), {o for o,*_ in words}, 1)
-        found = [place for o,*place in words if o in near]
-        own = [o for o in found if o[0]==cls.__name__]
-        lines = dict.fromkeys(f'`{who}({name}={v!r})`' for who,name in own or found)
-        hint = f"Did you mean {' or '.join(lines)}? " if lines else ''
-        if cls.__name__=='MicroBatch' and k in ('average','reduction'):
-            hint = "If your own loss sums over the batch, give it an attribute: loss.reduction='sum'. "
+        near = get_close_matches(k.lower(), ' '.join(names.values()).split(), 1)
+        found = [o for o in names if near and near[0] in names[o].split()]
+        own = [o for o in found if o[0]==cls.__name__] or found
+        hint = f"Did you mean {' or '.join(f'`{who}({o}={v!r})`' for who,o in own)}? " if own else ''
         raise TypeError(f"{cls.__name__}: there is no argument {k!r}. {hint}The arguments are {', '.join(args)}")
 
 # %% ../nbs/refusals.ipynb #cdbc50d1
@@ -185,42 +181,23 @@ _noted = WeakSet()   # the learners that have had the note
 
 def note_batch_norm(acc, learn):
     "Print once per learner that batch norm sees a part of a window, and the line that changes this"
+    if learn in _noted or rank_distrib() or 'lr_finder' in vars(learn): return
+    has_norm = any(isinstance(m, AnyBatchNorm) for m in learn.model.modules())
+    if not has_norm or any(is_a(o, 'BatchNormEval') for o in learn.cbs): return
     bs = batch_size(learn.dls.train)
-    cut = first(o for o in learn.cbs if makes_windows(o) and o.cuts)
-    part = _slice_size(cut, bs) if cut else None
-    sees = bs if part is None or cut.exact else part
-    is_one = acc.n_step==1 or isinstance(acc.n_samples, int) and acc.n_samples<=(bs or 0)
-    is_whole = sees==bs and is_one   # a window is a batch
-    if is_whole or learn in _noted or rank_distrib() or not _norms_differ(learn): return
+    cut = first(o for o in learn.cbs if makes_windows(o) and o.cuts and not o.exact)
+    part = cut and (cut.fits.get(True) if cut.bs=='auto' else cut.bs)
+    if part and part>=(bs or math.inf): part = None   # nothing is cut
+    n = bs*acc.n_step if bs and isinstance(acc.n_step, int) else acc.n_samples
+    if not part and (acc.n_step==1 or isinstance(n, int) and n<=(bs or 0)): return   # a window is a batch
     _noted.add(learn)
-    what = f'{sees} samples' if sees else 'one micro-batch'
-    print(f"{acc}: batch norm sees {what} at a time, so the training is not that of the\n"
-          f"large batch. For the same training, {_same_norm(acc, cut, part or bs, bs)}{_where(learn)}")
-
-def _norms_differ(learn):
-    "Whether the model has batch norm, and no callback knows what it sees"
-    knows = any(hasattr(type(o), 'knows_batch_norm') for o in learn.cbs)
-    return not knows and any(isinstance(m, AnyBatchNorm) for m in learn.model.modules())
-
-# %% ../nbs/refusals.ipynb #a5902a04
-def _slice_size(cut, bs):
-    "The samples in a slice; `None` if no batch is cut"
-    n = cut.fits.get(True) if cut.bs=='auto' else cut.bs
-    return n if n and n<(bs or math.inf) else None
-
-def _same_norm(acc, cut, part, bs):
-    "What to write, so that batch norm sees the large batch"
     if acc.cuts:
         exact = copy(cut)
         vars(exact).update(coupled=False, exact=True)
-        return f"write {as_line(exact)}"
-    size = bs*acc.n_step if bs and isinstance(acc.n_step, int) else acc.n_samples
-    batches = f'batches of {size}' if isinstance(size, int) else 'the large batch'
-    args = f'{part}, exact=True' if part else 'exact=True'
-    # how to go on without `acc`
-    without = getattr(type(acc), 'without', 'learn.remove_cb(AccumulateStep)')
-    return f"load {batches} and write\n{without}.micro_batch({args})"
-
-def _where(learn):
-    device = getattr(learn.dls, 'device', None) or next(learn.model.parameters()).device
-    return '\n(on a CPU, this saves no memory)' if torch.device(device).type=='cpu' else ''
+        line = f'write {as_line(exact)}'
+    else:
+        large = f'batches of {n}' if isinstance(n, int) else 'the large batch'
+        line = f'load {large} and write learn.gradient_checkpointing() in place of {acc}'
+    sees = f'{part or bs} samples' if part or bs else 'one micro-batch'
+    print(f"{acc!r}: batch norm sees {sees} at a time, so the training is not\n"
+          f"that of the large batch. For the same training,\n{line}")

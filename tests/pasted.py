@@ -45,3 +45,12 @@ def paste(sources, folder):
 
 pages = {p.relative_to(NBS).with_suffix('').as_posix(): p for p in sorted(NBS.rglob('*.ipynb'))
          if not any(o.startswith(('.','_')) for o in p.relative_to(NBS).parts) and cells(p)}
+
+def recipe(page, name):
+    "The class or function `name` that `page` defines for its readers"
+    found = json.loads((NBS/page).read_text(encoding='utf-8'))['cells']
+    start = re.compile(rf'^(class|def) {name}\b', re.M)
+    code, = [s[m.start():].split('\n\n')[0] for c in found if (m := start.search(s := ''.join(c['source'])))]
+    names = {}
+    exec('from fastai.basics import *\n'+code, names)
+    return names[name]

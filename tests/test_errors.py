@@ -109,6 +109,9 @@ def test_other_names():
 
 right_arguments = [(AccumulateStep, dict(n_acc=64), r'or `AccumulateStep\(n_samples=64\)`'),
     (AccumulateStep, dict(batch_size=64), r'Did you mean `AccumulateStep\(n_samples=64\)`'),
+    (AccumulateStep, dict(accum_bs=64), r'Did you mean `AccumulateStep\(n_samples=64\)`'),
+    (AccumulateStep, dict(n_batches=4), r'Did you mean `AccumulateStep\(n_step=4\)`'),
+    (MicroBatch, dict(slice=8), r'Did you mean `MicroBatch\(bs=8\)`'),
     (AccumulateStep, dict(bs=8), r'`MicroBatch\(bs=8\)`'),
     (AccumulateStep, dict(exact=True), r'`MicroBatch\(exact=True\)`'),
     (AccumulateStep, dict(num_steps=4), r'Did you mean `AccumulateStep\(n_step=4\)`'),

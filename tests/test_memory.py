@@ -272,7 +272,7 @@ def hooks(learn):
 def test_a_trial_leaves_nothing_open(k, stop, mode, device, capsys, monkeypatch):
     "Autocast, hooks, streams and threads are as before, after an error too; and the next training uses its weights"
     if device.type=='cpu': monkeypatch.setattr('fastai.callback.fp16.autocast', on_cpu)
-    learn = getattr(get_learner(model=partial(six_blocks, 4), n=8, px=8, n_batches=4), mode)()
+    learn = getattr(get_learner(model=partial(six_blocks, 4), n=8, px=8, n_batches=8), mode)()
     def now():
         on = [torch.is_autocast_enabled(o) for o in ('cpu',device.type)]
         stream = torch.get_device_module(device).current_stream() if device.type!='cpu' else None

@@ -140,7 +140,7 @@ def test_public_names():
     names = {}
     exec('from fastai_accum.all import *', names)
     for o in ('AccumulateStep MicroBatch turn_on_accumulation turn_off_accumulation accumulation loss_weight '
-              'to_group_norm BatchNormEval').split():
+              'BatchNormEval').split():
         assert o in names, o
     for o in 'Window Counts Plan WindowCallback Replaced join slices base_loss processes is_a'.split():
         assert o not in names, f'{o} is not for users'

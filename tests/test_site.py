@@ -397,7 +397,7 @@ def test_around_the_page(path, page, root):
     assert text==(SITE.parent/'nbs'/nb).read_text(encoding='utf-8')
 
 @on_site
-@pytest.mark.parametrize('path,height', [('index.html',844), ('extras/skip.html',400), ('know/bench.html',400)])
+@pytest.mark.parametrize('path,height', [('index.html',844), ('extras/precision.html',400), ('know/bench.html',400)])
 def test_menu_on_a_phone(path, height, page, root):
     "It begins with its first entry, below the bar, and scrolls to its last"
     page.set_viewport_size(dict(width=390, height=height))

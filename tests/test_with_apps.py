@@ -14,6 +14,7 @@ from fastai.vision.gan import AdaptiveGANSwitcher,FixedGANSwitcher,GANLearner
 from torchvision.models.resnet import BasicBlock,ResNet
 from sklearn.datasets import load_digits
 from matrix import *
+from pasted import recipe
 from fastai_accum.extras.batchnorm import *
 
 N,VALID = 73,16   # samples in training, of which micro-batches of 8 leave a single one, and in validation
@@ -129,13 +130,13 @@ def void_mask(i):
     return np.where(pixels[i]>150, 1, np.where(pixels[i]<30, 0, 255)).astype(np.uint8)
 
 @app('segmentation',
-     note='`DynamicUnet` on two convolutions. `to_group_norm` replaces its batch norm, and `ignore_index` leaves out '
+     note='`DynamicUnet` on two convolutions. Group norm replaces its batch norm, and `ignore_index` leaves out '
           'void pixels.')
 def test_unet_with_group_norm(works):
     def make(bs):
         dls = loaders(bs, (ImageBlock(PILImageBW), MaskBlock(['paper','ink'])), [grey, void_mask])
         encoder = nn.Sequential(nn.Conv2d(1, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 8, 3, 2, 1), nn.ReLU())
-        unet = to_group_norm(DynamicUnet(encoder, 2, (8,8)))
+        unet = recipe('tutorials/keep_batch_norm.ipynb', 'to_group_norm')(DynamicUnet(encoder, 2, (8,8)))
         # the last one turns the predictions into a `TensorBase`, and float64 into float32
         unet.layers = unet.layers[:-1]
         return Learner(dls, unet, nn.CrossEntropyLoss(ignore_index=255))

@@ -3,7 +3,6 @@
 from matrix import *
 from fastai.callback.channelslast import *
 from fastai_accum.microbatch import *
-from fastai_accum.extras.skip import *
 
 fits = dict(fit=lambda l: l.fit(2), fit_one_cycle=lambda l: l.fit_one_cycle(2, .02),
             fit_flat_cos=lambda l: l.fit_flat_cos(2, .02),
@@ -64,20 +63,6 @@ def test_micro_batch(coupled, works):
         learn.fit_one_cycle(2)
         return learn
     works(train(16, MicroBatch(8, coupled=coupled), AccumulateStep(2)), train(32))
-
-@row('Callbacks', 'SkipNonFinite', 'everything, with a loader without those samples',
-     note='Our own. It leaves out a micro-batch whose loss is NaN, and trains on the others of the window.')
-def test_skip_non_finite(works):
-    x,bad = features(80),{25,26,60}   # in micro-batches 3 and 7, and not among the first 24, which validate
-    kept = [i for i in range(80) if i//8 not in {j//8 for j in bad}]
-    x[list(bad)] = math.nan
-    windows = [[i for i in kept if i//32==w] for w in range(3)]
-    a,b = make_learner(make_dls(80, 8, x=x, shuffle=False),
-                       cbs=[AccumulateStep(4),SkipNonFinite()]),make_learner(make_dls(80, 8))
-    b.dls = DataLoaders(DataLoader([(x[w],classes(80)[w]) for w in windows], bs=None), a.dls.valid)
-    with pytest.warns(UserWarning, match='is left out'): once(a)
-    once(b)
-    works(a, b)
 
 class Draws:
     "Replaces a Beta distribution by a table, so that every run has the same draws"

@@ -52,7 +52,6 @@ class Gradients(Record):
 class Step(Callback):
     "Makes a step with what is `on`, and keeps what it leaves in the `record`"
     order = 10_001   # after augmentations, which draw for themselves
-    knows_batch_norm = True   # nothing is printed of it
     def __init__(self, record, on, seed): store_attr()
     def call(self, f, *args, **kwargs):
         norms = nullcontext() if 'batch norm' in self.on else AtNorms(by_itself)
@@ -77,7 +76,7 @@ class Step(Callback):
 kinds = 'batch norm','dropout','loss'
 _savers = 'GradientCheckpointing','OffloadActivations'
 _never = ('ProgressCallback','MixedPrecision','NonNativeMixedPrecision','DistributedTrainer',
-          'ParallelTrainer','WindowCallback','GradAccumDtype','SkipNonFinite',*_savers)
+          'ParallelTrainer','WindowCallback','GradAccumDtype',*_savers)
 
 class Bench:
     "Trains `learn` for one step in float64, on at most `bs` samples of its first `batches`"

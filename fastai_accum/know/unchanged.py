@@ -42,7 +42,6 @@ class Trial(Callback):
     name = 'lr_finder'
     run_valid = False
     num_it = None
-    knows_batch_norm = True   # what is printed once a session is not for a trial
 
 @contextmanager
 def unchanged(learn):
@@ -52,7 +51,7 @@ def unchanged(learn):
     try:
         for o in was.tensors:
             if o.grad is not None: o.tensor.grad = None   # the trial would clear it in place
-        learn.remove_cbs(learn.cbs.filter(lambda o: isinstance(o, AccumulateStep) or o.name=='gradient_noise'))
+        learn.remove_cbs(learn.cbs.filter(risinstance(AccumulateStep)))
         learn.gather_preds = True   # loggers look for it
         yield
     finally:

@@ -20,14 +20,11 @@ from ..microbatch import MicroBatch
 def try_all(t):
     "Measure one way after the other"
     if t.try_way().fits: return
-    if t.n>1: t.look()
     t.try_way(GradientCheckpointing())
     if not t.on_cpu: t.try_way(OffloadActivations())   # a CPU's are on the host already
-    kwargs = {} if t.is_mean else dict(coupled=True)
-    fitting = try_slices(t, t.n, **kwargs)
-    saves = not (t.on_cpu and t.norms)   # with batch norm, `exact` needs memory of the host
-    if fitting and not t.rows[-1].is_same and saves: try_slices(t, 2*fitting, exact=True)
-    if not best_of(t.rows): try_slices(t, t.n, GradientCheckpointing(), **kwargs)
+    fitting = try_slices(t, t.n)
+    if fitting: try_slices(t, 2*fitting, exact=True)
+    if not best_of(t.rows): try_slices(t, t.n, GradientCheckpointing())
 
 def try_slices(t, size, *cbs, **kwargs):
     "Halve `size` until such slices fit, which it returns, or until they save little or are refused"

@@ -1,0 +1,112 @@
+"Recipes of the pages, as a reader copies them, and batch norm that keeps its statistics"
+import pytest
+from torchvision.models.resnet import BasicBlock,ResNet
+from harness import *
+from pasted import recipe
+from fastai_accum.extras.batchnorm import *
+
+# ---- a micro-batch that is left out
+
+N,BS = 76,8
+def micro(i): return range(i*BS, min(i*BS+BS, N))
+
+def without(left_out, **kwargs):
+    "A learner with the large batch, whose loader has never had the micro-batches `left_out`"
+    windows = [[j for i in range(k, min(k+4,10)) if i not in left_out for j in micro(i)] for k in range(0, 10, 4)]
+    x,y = features(N),classes(N)
+    learn = make_learner(make_dls(N, 32), **kwargs)
+    learn.dls = DataLoaders(DataLoader([(x[w],y[w]) for w in windows if w], bs=None), learn.dls.valid)
+    return learn
+
+@pytest.mark.parametrize('value', [math.nan,math.inf], ids=str)
+@pytest.mark.parametrize('left_out', [{0}, {1,2,9}, {4,5,6,7}], ids=str)
+def test_a_loss_that_is_nan(left_out, value, capsys):
+    "Inside of a window, at its end, and a whole window, which makes no step"
+    x = features(N).clone()
+    for i in left_out: x[micro(i)[0]] = value
+    a = make_learner(make_dls(N, BS, x=x, shuffle=False), cbs=[AccumulateStep(4), recipe('extras.ipynb', 'SkipNaN')()],
+                     opt_func=SGD)
+    a.dls.valid.dataset.x = features(24)
+    b = without(left_out, opt_func=SGD)
+    for l in (a,b): l.fit(2)
+    for k in 'params','opt': close(snapshot(a)[k], snapshot(b)[k])
+    assert capsys.readouterr().out.count('left out')==2*len(left_out)
+    assert a.accumulate_step.counts.n_thrown==2*sum(len(micro(i)) for i in left_out)
+
+# ---- without statistics of the batch
+
+def image_learner(bs, cbs=None, change=noop):
+    "36 images, so that 4 × 4 has a tail"
+    torch.manual_seed(0)
+    x = torch.randn(36,3,32,32, generator=torch.Generator().manual_seed(0)).double()
+    model = change(ResNet(BasicBlock, [1,1,1,1], num_classes=3).double())
+    return make_learner(make_dls(36, bs, x=x, y=classes(36)), model, opt_func=SGD, lr=1e-2, cbs=cbs,
+                        splitter=trainable_params)
+
+def test_group_norm_is_exact():
+    change = recipe('tutorials/keep_batch_norm.ipynb', 'to_group_norm')
+    a,b = image_learner(4, AccumulateStep(4), change),image_learner(16, None, change)
+    found = [o for o in a.model.modules() if isinstance(o, (nn.GroupNorm,nn.BatchNorm2d))]
+    assert len(found)==12 and all(isinstance(o, nn.GroupNorm) for o in found)
+    for l in a,b: l.fit(1)
+    assert_same(a, b)
+
+@pytest.mark.parametrize('channels,groups', [(512,32), (64,8), (48,6), (20,2), (13,1), (7,1)])
+def test_groups(channels, groups):
+    model = recipe('tutorials/keep_batch_norm.ipynb', 'to_group_norm')(nn.Sequential(nn.BatchNorm2d(channels)))
+    assert model[0].num_groups==groups
+
+def test_batch_norm_eval():
+    "Training is exact, statistics stay, gains and biases train. After the callback is removed, batch norm is as before"
+    def fine_tune(learn): learn.freeze(); learn.fit(1); learn.unfreeze(); learn.fit(1)
+    a,b = image_learner(4, [AccumulateStep(4),BatchNormEval()]),image_learner(16, BatchNormEval())
+    for o in (a,b): o.model.bn1.running_mean.fill_(.1)
+    old,gain = [o.clone() for o in a.model.buffers()],a.model.bn1.weight.detach().clone()
+    for l in a,b: fine_tune(l)
+    assert_same(a, b)
+    assert rel(list(a.model.buffers()), old)[0]==0 and (a.model.bn1.weight-gain).norm()>1e-6
+    a.remove_cb(BatchNormEval)
+    a.fit(1)
+    assert rel(a.model.bn1.running_mean, old[0])[0]>1e-3
+
+# ---- the note on batch norm
+
+def normed(): return nn.Sequential(nn.Linear(6,8), nn.BatchNorm1d(8), nn.Linear(8,3)).double()
+
+@pytest.mark.parametrize('cbs,sees,line', [
+    ([MicroBatch(2)], 'MicroBatch(bs=2): batch norm sees 2 samples', 'write learn.micro_batch(2, exact=True)'),
+    ([MicroBatch(2, coupled=True)], 'sees 2 samples', 'write learn.micro_batch(2, exact=True)'),
+    ([AccumulateStep(3)], 'AccumulateStep(n_step=3): batch norm sees 4 samples',
+     'load batches of 12 and write learn.gradient_checkpointing() in place of AccumulateStep'),
+    ([AccumulateStep(n_samples=8)], 'sees 4 samples', 'load batches of 8 and'),
+    ([AccumulateStep(lambda pct: 3)], 'sees 4 samples', 'load the large batch and'),
+    ([AccumulateStep(3),MicroBatch(2)], 'sees 2 samples', 'load batches of 12 and'),
+    ([AccumulateStep(3),MicroBatch(2, exact=True)], 'sees 4 samples', 'load batches of 12 and')], ids=str)
+def test_the_note_comes_once_and_names_the_line(cbs, sees, line, capsys):
+    learn = make_learner(make_dls(24, 4), normed(), cbs=cbs, splitter=params)
+    learn.lr_find(num_it=2, show_plot=False, suggest_funcs=None)
+    assert 'batch norm sees' not in capsys.readouterr().out
+    for _ in range(2): learn.fit(1)
+    said = capsys.readouterr().out
+    assert said.count('batch norm sees')==1 and sees in said and line in said, said
+
+@pytest.mark.parametrize('limit,bs', [(9,'auto'), (9,4), (3,'auto')])
+def test_the_note_comes_when_a_batch_is_cut(limit, bs, capsys):
+    "`MicroBatch()` cuts nothing until memory runs out, and large slices cut nothing"
+    class Small(nn.Module):
+        def __init__(self): super().__init__(); self.body = normed()
+        def forward(self, x):
+            if len(x)>limit: raise RuntimeError('out of memory')
+            return self.body(x)
+    make_learner(make_dls(24, 4), Small(), cbs=MicroBatch(bs), splitter=params).fit(1)
+    out = capsys.readouterr().out
+    assert ('batch norm sees 2 samples' in out and 'learn.micro_batch(exact=True)' in out)==(limit==3), out
+
+@pytest.mark.parametrize('cbs', [[], [AccumulateStep(1)], [AccumulateStep(2),BatchNormEval()], [MicroBatch(2, exact=True)]],
+                         ids=str)
+def test_no_note(cbs, capsys):
+    make_learner(make_dls(24, 4), normed(), cbs=cbs, splitter=params).fit(1)
+    make_learner(make_dls(24, 4), cbs=AccumulateStep(2)).fit(1)   # without batch norm
+    refused = make_learner(make_dls(24, 4), normed(), cbs=AccumulateStep(50, drop_last=True), splitter=params)
+    with pytest.raises(ValueError, match='would never step'): refused.fit(1)
+    assert 'batch norm' not in capsys.readouterr().out
