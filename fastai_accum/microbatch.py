@@ -35,6 +35,18 @@ class MicroBatch(Cutting):
         self.check()
         self.fits = {}
 
+# %% ../nbs/microbatch.ipynb #1dc2fc4b
+@patch
+@delegates(MicroBatch)
+def micro_batch(self:Learner,
+    bs:int|str='auto', # Samples in a slice; `'auto'` finds the size
+    *unnamed,
+    **kwargs
+)->Learner:
+    "Add a `MicroBatch` in place of an earlier one; example: `learn.micro_batch(16, exact=True).fine_tune(3)`"
+    cb = MicroBatch(bs, *unnamed, **kwargs)
+    return self.remove_cbs(self.cbs.filter(risinstance(MicroBatch))).add_cb(cb)
+
 # %% ../nbs/microbatch.ipynb #c720d329
 @patch
 def check(self:MicroBatch):
@@ -47,15 +59,3 @@ def check(self:MicroBatch):
     check_function('MicroBatch', 'weight', self.weight, '(pred, *yb) -> float')
     # whether callbacks and the loss see the whole batch in training
     self.shows_whole = self.coupled or self.exact
-
-# %% ../nbs/microbatch.ipynb #1dc2fc4b
-@patch
-@delegates(MicroBatch)
-def micro_batch(self:Learner,
-    bs:int|str='auto', # Samples in a slice; `'auto'` finds the size
-    *unnamed,
-    **kwargs
-)->Learner:
-    "Add a `MicroBatch` in place of an earlier one; example: `learn.micro_batch(16, exact=True).fine_tune(3)`"
-    cb = MicroBatch(bs, *unnamed, **kwargs)
-    return self.remove_cbs(self.cbs.filter(risinstance(MicroBatch))).add_cb(cb)
