@@ -82,9 +82,9 @@ def broken_at_dots(m):
     return re.sub(r'(?<=>)[^<]*\w\.\w[^<]*(?=</a>)', lambda a: re.sub(r'(?<=\w)\.(?=\w)', '.<wbr>', a[0]), m[0])
 
 def in_a_cell(m, most=36):
-    "Code in a cell of a table: a short one keeps on one line, and a long one breaks at its signs only"
+    "Code in a cell of a table: a short one keeps on its line, and a long one breaks at spaces, dots and calls only"
     if len(html.unescape(m[1]))<=most: return f'<code class="short">{m[1]}</code>'
-    return f'<code>{re.sub(r"(?<=[(,=.])(?=[^ )])", "<wbr>", m[1])}</code>'
+    return '<code>'+re.sub(r'(?<=\w)([.(])(?=[a-z])', r'\1<wbr>', m[1])+'</code>'
 
 def as_drawn(m):
     "Note the width of a plot: a point of matplotlib is one of the page, 1/72 of an inch"
