@@ -22,8 +22,9 @@ def _repr_markdown_(self):
     call,rows = [],[['argument','type','meaning'], ['---']*3]
     takes = getattr(self.sym, '__delwrap__', None)   # the function or the class whose arguments it takes
     for k,v in self.dm.dm.items():
-        if k in (*vars(event),'unnamed'): continue   # nobody passes a function for an event, or a flag without its name
         kind,default,anno = (v.get(o, empty) for o in ('kind','default','anno'))
+        # nobody passes a function for an event; `*unnamed` and `**kwargs` only find what to say about a wrong argument
+        if k in vars(event) or getattr(kind, 'name', '').startswith('VAR') and not v.get('docment'): continue
         name = {'VAR_POSITIONAL':'*', 'VAR_KEYWORD':'**'}.get(getattr(kind, 'name', ''), '')+k
         anno = '' if anno is empty else re.sub(r'[a-z_.]+[.](?=[A-Za-z])|(?<=None)Type', '', formatannotation(anno))
         anno = re.sub(r'^(?:Union|Optional)\[(.*)\]$', lambda m: m[1].replace(', ', ' | '), anno)
@@ -68,6 +69,7 @@ def finished(text, page):
     text = re.sub(r'<(link|script)\b[^>]*/katex@[^>]*>(</script>)?\s*', '', text)
     text = re.sub(r'src="data:image/png;base64,([^"]{800})[^"]*"', as_drawn, text)
     text = re.sub(r'<table\b.*?</table>', stacked, text, flags=re.S)
+    text = re.sub(r'(?s)(?<=<t[dh]).*?(?=</t[dh]>)', lambda m: re.sub(r'<code>([^<]*)</code>', in_a_cell, m[0]), text)
     text = re.sub(r'<nav id="TOC".*?</nav>', broken_at_dots, text, flags=re.S)
     text = text.replace(f'<a href="{cfg.doc_host}{cfg.doc_baseurl}/', f'<a href="{"../"*(len(page.parts)-1) or "./"}')
     source = (cfg.nbs_path/(nb := page.with_suffix('.ipynb'))).read_text(encoding='utf-8')
@@ -81,6 +83,11 @@ def finished(text, page):
 def broken_at_dots(m):
     "Let a long name in `On this page` break behind its dots"
     return re.sub(r'(?<=>)[^<]*\w\.\w[^<]*(?=</a>)', lambda a: re.sub(r'(?<=\w)\.(?=\w)', '.<wbr>', a[0]), m[0])
+
+def in_a_cell(m, most=36):
+    "Code in a cell of a table: a short one keeps on its line, and a long one breaks at spaces, dots and calls only"
+    if len(html.unescape(m[1]))<=most: return f'<code class="short">{m[1]}</code>'
+    return '<code>'+re.sub(r'(?<=\w)([.(])(?=[a-z])', r'\1<wbr>', m[1])+'</code>'
 
 def as_drawn(m):
     "Note the width of a plot: a point of matplotlib is one of the page, 1/72 of an inch"

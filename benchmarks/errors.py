@@ -122,9 +122,9 @@ def ends_in_sqrt(acc):
     run(once, 64, 8, acc(32), loss=loss)
     return 'trains on its mean'
 
-def lost(n, large):
+def lost(n, large, drop_last):
     def case(acc):
-        learn = learner(n, 8, L(acc(large))+Reached()); learn.fit(1)
+        learn = learner(n, 8, L(acc(large))+Reached(), drop_last=drop_last); learn.fit(1)
         return f'{1-learn.reached.n/n:.0%}'
     return case
 
@@ -167,6 +167,7 @@ def sum_kept(acc):
 GRAD  = 'How far is the gradient of a step from that of the large batch?'
 NEXT  = 'What does a fit leave behind? How far is the first gradient of the next fit from that of the large batch?'
 OTHER = 'What happens to samples, steps and logs?'
+LOADERS = ('a loader with `drop_last=False`',False),("a loader with `drop_last=True`, fastai's default in training",True)
 cases = [
     ('Batches of 8, windows of 32 samples',                             GRAD,  plain(8, 32)),
     ('Batches of 8, windows of 32 samples, with `GradientClip`',        GRAD,  clipped),
@@ -190,9 +191,8 @@ cases = [
     ('`lr_find`, after an epoch with a smaller last window',             NEXT,  after(search)),
     ('A fit after the callback was removed',                            NEXT,  after(remove, bs=8)),
     ('A fit ends with a smaller window, and you freeze weights: how far does the next fit move them?', OTHER, frozen),
-    ('80 samples, windows of 64: how many samples reach no step?',      OTHER, lost(80, 64)),
-    ('48 samples, windows of 64: how many samples reach no step?',      OTHER, lost(48, 64)),
-    ('64 samples, windows of 32: how many samples reach no step?',      OTHER, lost(64, 32)),
+    *((f'{n} samples, windows of {large}, {loader}: how many samples reach no step?', OTHER, lost(n, large, drop_last))
+      for n,large in ((80,64),(48,64),(64,32)) for loader,drop_last in LOADERS),
     ('Is the learning rate of `fit_one_cycle` right, with windows of 4 micro-batches?', OTHER, schedule),
     ('How many steps does `lr_find(num_it=100)` make?',                 OTHER, lr_find),
     ('All targets of a micro-batch are ignored: how far is the logged loss off?', OTHER, ignored),

@@ -1,4 +1,4 @@
-"""The weight of a micro-batch: the number that the mean of its loss divides by
+"""What the mean of a loss divides by, and how to say it with `weight=`
 
 Docs: https://fastai-accum.github.io/fastai_accum/loss.html.md"""
 
