@@ -57,16 +57,3 @@ def micro_batch(self:Learner,
     "Add a `MicroBatch` in place of an earlier one; example: `learn.micro_batch(16, exact=True).fine_tune(3)`"
     cb = MicroBatch(bs, *unnamed, **kwargs)
     return self.remove_cbs(self.cbs.filter(risinstance(MicroBatch))).add_cb(cb)
-
-# %% ../nbs/microbatch.ipynb #c720d329
-@patch
-def check(self:MicroBatch):
-    "Refuse a wrong argument, also one that was set later"
-    if self.bs!='auto':
-        self.bs = check_count('MicroBatch', 'bs', self.bs, "an int of at least 1, or 'auto'")
-    flags = dict(coupled=self.coupled, exact=self.exact, valid=self.valid, prove=self.prove or False)
-    check_flags('MicroBatch', (True,False), **flags)
-    check_function('MicroBatch', 'split', self.split, '(batch, bs) -> slices')
-    check_function('MicroBatch', 'weight', self.weight, '(pred, *yb) -> float')
-    # whether callbacks and the loss see the whole batch in training
-    self.shows_whole = self.coupled or self.exact
