@@ -84,7 +84,7 @@ def test_a_way_that_changes_the_training_comes_last():
     cut,again = ways['learn.micro_batch(8)'],ways['learn.gradient_checkpointing()']
     assert cut.changes=='batch norm sees 8 of 16' and again.is_same
     found = fits(learn, max(cut.peak, again.peak)+1000)
-    assert found.best.is_same and found.best.fits
+    assert found.best.line=='learn.gradient_checkpointing()'
     found = fits(learner(net(norm=nn.BatchNorm2d)), min(cut.peak, again.peak)-1000)
     assert found.best and not found.best.is_same   # only slices are small enough, and the row says what they change
 

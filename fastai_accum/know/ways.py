@@ -150,15 +150,19 @@ def ready(self:Trials):
         yield told
 
 # %% ../../nbs/know/ways.ipynb #ff339055
+@patch(as_prop=True)
+def norms(self:Trials):
+    "Whether slices change what batch norm sees"
+    has_norm = any(isinstance(m, AnyBatchNorm) for m in self.learn.model.modules())
+    return has_norm and not any(is_a(o, 'BatchNormEval') for o in self.learn.cbs)
+
 @patch
 def what_changes(self:Trials, cbs):
     "What is not as with the whole batch in a training with `cbs`, in words"
     cut = first(cbs, risinstance(MicroBatch))
     if cut is None or cut.exact: return 'nothing'
-    layers,own = list(self.learn.model.modules()),self.learn.cbs
-    norms = any(isinstance(m, AnyBatchNorm) for m in layers) and not any(is_a(o, 'BatchNormEval') for o in own)
-    draws = any('Dropout' in type(m).__name__ and getattr(m, 'p', 1) for m in layers)
-    changes = [f'batch norm sees {cut.bs} of {self.n}']*norms + ['other dropout masks']*draws
+    draws = any('Dropout' in type(m).__name__ and getattr(m, 'p', 1) for m in self.learn.model.modules())
+    changes = [f'batch norm sees {cut.bs} of {self.n}']*self.norms + ['other dropout masks']*draws
     return ', '.join(changes) or 'as the check says'
 
 # %% ../../nbs/know/ways.ipynb #0e43727e

@@ -23,7 +23,8 @@ def try_all(t):
     t.try_way(GradientCheckpointing())
     if not t.on_cpu: t.try_way(OffloadActivations())   # a CPU's are on the host already
     fitting = try_slices(t, t.n)
-    if fitting: try_slices(t, 2*fitting, exact=True)
+    saves = not (t.on_cpu and t.norms)   # with batch norm, `exact` needs memory of the host
+    if fitting and saves: try_slices(t, 2*fitting, exact=True)
     if not best_of(t.rows): try_slices(t, t.n, GradientCheckpointing())
 
 def try_slices(t, size, *cbs, **kwargs):
