@@ -11,6 +11,18 @@ __all__ = ['turn_on_accumulation', 'turn_off_accumulation', 'accumulation']
 from functools import wraps
 from fastai.basics import *
 from .core import AccumulateStep,accumulation_settings,is_added
+from .refusals import arguments
+
+# %% ../nbs/patch.ipynb #a1a5be23
+class _On:
+    "Says what is on; in a `with` statement, names the function for a block"
+    def __init__(self, acc, before): store_attr()
+    def __repr__(self): return f'{self.acc!r} in every fit, until turn_off_accumulation()'
+    def __enter__(self):
+        defaults.accumulation[-1].kwargs = self.before
+        raise TypeError("turn_on_accumulation: it stays on, so it makes no block; write "
+                        f"`with accumulation({arguments(self.acc)}):`")
+    def __exit__(self, *exc): pass
 
 # %% ../nbs/patch.ipynb #cdb0e41a
 @delegates(AccumulateStep)
@@ -24,8 +36,9 @@ def turn_on_accumulation(
     Example: `turn_on_accumulation(4)`, then `learn.fine_tune(3)`. The arguments are those of `AccumulateStep`.
     It stays on, also for learners that you make later, until you call `turn_off_accumulation()`.
     https://fastai-accum.github.io/fastai_accum/patch.html"""
-    AccumulateStep(n_step, *unnamed, **kwargs)   # raises an error for a wrong argument, and the earlier setting stays
-    defaults.accumulation[-1].kwargs = dict(n_step=n_step, **kwargs)
+    acc = AccumulateStep(n_step, *unnamed, **kwargs)   # raises an error for a wrong argument, and the earlier setting stays
+    before,defaults.accumulation[-1].kwargs = accumulation_settings(),dict(n_step=n_step, **kwargs)
+    return _On(acc, before)
 
 # %% ../nbs/patch.ipynb #db53f084
 def turn_off_accumulation():

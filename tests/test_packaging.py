@@ -222,6 +222,18 @@ def test_readme_is_short():
     n = sum(bool(re.search(r'\w', o)) for o in text.split())
     assert n<=550, n
 
+def test_names_of_the_package():
+    "A name of `all` can be imported from the package, which loads nothing before; any other is missing as usual"
+    code = """import sys, fastai_accum
+assert 'fastai' not in sys.modules
+from fastai_accum import AccumulateStep, turn_on_accumulation, loop
+import fastai_accum.all as all
+assert AccumulateStep is all.AccumulateStep and not hasattr(fastai_accum, 'nn')
+try: from fastai_accum import AcumulateStep
+except ImportError: print('missing')"""
+    res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, cwd=root)
+    assert res.stdout=='missing\n', res.stdout+res.stderr
+
 def test_one_way_imports():
     "`loss` knows nothing of `core`"
     code = (root/'fastai_accum'/'loss.py').read_text(encoding='utf-8').split('__all__')[1]
