@@ -30,7 +30,7 @@ test-all: $(READY) ## Every notebook and every test, with those of the corners
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
 
 test-fresh: $(READY) ## The wheel and its first example, in fresh environments of Python 3.11 to 3.13 (downloads 6 GB for each)
-	FRESH=1 $(BIN)/python -m pytest -v tests/corners/test_packaging.py -k fresh
+	FRESH=1 $(BIN)/python -m pytest -v tests/test_packaging.py -k fresh
 
 OLDEST := .venv-oldest/bin/python
 
@@ -41,7 +41,7 @@ test-oldest: ## Every test with the oldest fastai and PyTorch that we support, i
 
 works: $(READY) ## Measure what the pages "Works with" and "What we tested" show, with the optional packages
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/corners -m row --works-with tests/works_with.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m row --works-with tests/works_with.json
 	for f in works_with tested; do $(BIN)/nbdev-test --save nbs/$$f.ipynb || exit; done
 	$(BIN)/nbdev-clean
 
