@@ -3,8 +3,6 @@ it was"""
 import _thread,signal,time,warnings
 import pytest
 from harness import *
-from fastai.callback.tracker import SaveModelCallback
-from fastai.data.block import CategoryBlock
 from fastai.vision.augment import RandTransform
 from fastai.callback.mixup import CutMix,MixUp
 from fastai.callback.training import GradientClip

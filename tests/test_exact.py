@@ -33,7 +33,7 @@ def assert_exact(a, b, tol=TOL, but=()):
     assert all(draws), 'the generators end elsewhere'
     left_alone(a.model)
 
-def same(model, x, y, n=3, tol=TOL, but=(), **kwargs):
+def same_slices(model, x, y, n=3, tol=TOL, but=(), **kwargs):
     "Whether slices of `n` samples train as the whole batch"
     a = train(model, x, y, **kwargs)
     b = train(model, x, y, **{**kwargs, 'cbs':L(kwargs.get('cbs')) + MicroBatch(n, exact=True)})
@@ -55,7 +55,7 @@ def test_a_mask_of_minus_infinity(norms):
             self.register_buffer('mask', torch.full((8,8), -math.inf).triu(1))
         def forward(self, x): return (x[:,None]+self.mask.to(x)).softmax(-1).sum(1)
     m = flat(lambda h, *ms: nn.Sequential(*ms)(h), *norms, Masked(), nn.Dropout(.3))
-    same(m, X, Y)
+    same_slices(m, X, Y)
     assert not m.ms[len(norms)].mask.isnan().any()
 
 images = torch.randn(20,3,16,16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -182,17 +182,17 @@ uses = dict(
     skips      = lambda: flat(lambda h, a, b, c: c((h+b(a(h).tanh())).tanh())+h, bn8(), bn8(), bn8()))
 
 @pytest.mark.parametrize('k', uses)
-def test_how_a_norm_is_used(k): same(uses[k](), X2 if k=='skips' else X, Y2 if k=='skips' else Y)
+def test_how_a_norm_is_used(k): same_slices(uses[k](), X2 if k=='skips' else X, Y2 if k=='skips' else Y)
 
 def test_other_norms_pass():
     norms = nn.Sequential(nn.InstanceNorm2d(4), nn.GroupNorm(2,4), nn.Tanh(), nn.BatchNorm2d(4))
-    same(conv(norms), torch.randn(20,2,4,4).double(), labels)
+    same_slices(conv(norms), torch.randn(20,2,4,4).double(), labels)
 
 @pytest.mark.parametrize('bs', [1,7])
-def test_slices_of_any_size(bs): same(conv(nn.BatchNorm2d(4)), torch.randn(20,2,4,4).double(), labels, bs)
+def test_slices_of_any_size(bs): same_slices(conv(nn.BatchNorm2d(4)), torch.randn(20,2,4,4).double(), labels, bs)
 
 @pytest.mark.parametrize('n,kw', [(20,dict(drop_last=True)), (18,dict(n=1, bs=8))], ids=['dropped','of two'])
-def test_the_last_batch(n, kw): same(flat(lambda h, bn: bn(h), bn8()), X[:n], Y[:n], **kw)
+def test_the_last_batch(n, kw): same_slices(flat(lambda h, bn: bn(h), bn8()), X[:n], Y[:n], **kw)
 
 arguments = [{}, dict(momentum=None), dict(affine=False), dict(track_running_stats=False),
              dict(affine=False, track_running_stats=False), dict(eps=.1, momentum=.7)]
@@ -200,7 +200,7 @@ arguments = [{}, dict(momentum=None), dict(affine=False), dict(track_running_sta
 @drawn(6, nd=[1,2,3], kw=arguments)
 def test_norms(nd, kw):
     norm = (nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d)[nd-1]
-    same(conv(norm(4, **kw), nd), torch.randn(20,2,*[4]*nd).double(), labels)
+    same_slices(conv(norm(4, **kw), nd), torch.randn(20,2,*[4]*nd).double(), labels)
 
 @pytest.mark.parametrize('kw,layer', [(dict(exact=True),nn.BatchNorm1d(8)), (dict(coupled=True),nn.Dropout())])
 def test_no_batch_waits_for_the_garbage_collector(kw, layer):
@@ -220,10 +220,10 @@ def test_a_frozen_group(train_bn):
     class FreezeFirst(Callback):
         order = -5
         def before_fit(self): self.learn.freeze()
-    same(m, X, Y, cbs=FreezeFirst(), splitter=lambda m: [params(m[0]),params(m[1])], train_bn=train_bn)
+    same_slices(m, X, Y, cbs=FreezeFirst(), splitter=lambda m: [params(m[0]),params(m[1])], train_bn=train_bn)
 
 def test_norms_in_evaluation_need_no_lockstep():
-    same(flat(lambda h, bn: bn(h), nn.BatchNorm1d(8)), X, Y, cbs=BatchNormEval())
+    same_slices(flat(lambda h, bn: bn(h), nn.BatchNorm1d(8)), X, Y, cbs=BatchNormEval())
 
 def test_one_sample_is_refused_as_without():
     for cb in None,MicroBatch(3, exact=True):
@@ -282,12 +282,12 @@ def test_draws(k, norm, bs):
             m.head = nn.Sequential(nn.Tanh(), nn.BatchNorm1d(8), nn.Dropout(.2), m.head)
         if k=='own': m.f.__closure__[0].cell_contents.manual_seed(3)
         return m
-    same(make, X2, Y2, 2*bs-1)
+    same_slices(make, X2, Y2, 2*bs-1)
 
 def test_the_masks_are_filled_in_the_order_of_memory():
     class Last(nn.Module):
         def forward(self, x): return F.dropout(x.to(memory_format=torch.channels_last), .3)
-    same(conv(nn.Sequential(Last(), nn.BatchNorm2d(4), Last())), torch.randn(20,2,4,4).double(), labels)
+    same_slices(conv(nn.Sequential(Last(), nn.BatchNorm2d(4), Last())), torch.randn(20,2,4,4).double(), labels)
 
 # ---- what is refused, before any weight moves
 
@@ -440,7 +440,7 @@ def test_awd_lstm_classifier():
     def make():
         torch.manual_seed(3)
         return get_text_classifier(AWD_LSTM, 30, 3, seq_len=5, config=config, lin_ftrs=[7], ps=[.1])
-    same(make, words(), Y, 3, cbs=[ModelResetter(),Pred()])
+    same_slices(make, words(), Y, 3, cbs=[ModelResetter(),Pred()])
 
 # ---- beside other callbacks
 
@@ -459,7 +459,7 @@ def test_mixup_and_cutmix(mix):
 
 def test_another_way_to_train():
     weighted = nn.CrossEntropyLoss(torch.tensor([1.,5,.1]).double())
-    same(bn_drop, X, Y, fit='fit_flat_cos', cbs=GradientClip(.1), loss_func=weighted)
+    same_slices(bn_drop, X, Y, fit='fit_flat_cos', cbs=GradientClip(.1), loss_func=weighted)
 
 def test_lr_find():
     a,b = (train(bn_drop, X, Y, epochs=1) for _ in range(2))
@@ -579,8 +579,8 @@ def test_a_batch_of_another_length_has_its_own_plan():
 
 def test_a_batch_of_two_samples():
     "Batch norm needs two samples, so the plan takes one of them twice"
-    same(flat(lambda h: F.dropout(h, .3)), X[:6], Y[:6], 1, bs=2)
-    same(conv(nn.BatchNorm2d(4)), torch.randn(6,2,4,4).double(), labels[:6], 1, bs=2)
+    same_slices(flat(lambda h: F.dropout(h, .3)), X[:6], Y[:6], 1, bs=2)
+    same_slices(conv(nn.BatchNorm2d(4)), torch.randn(6,2,4,4).double(), labels[:6], 1, bs=2)
 
 class Turned(nn.Module):
     "Has the samples along the second dimension"
@@ -617,7 +617,7 @@ def test_a_head_that_the_loss_does_not_use():
         def forward(self, x): h = self.body(x); return self.b(h),self.a(h)
     class First(Callback):
         def after_pred(self): self.learn.pred = self.pred[0]
-    same(Two, X2, Y2, 5, cbs=First(), wd=.1)
+    same_slices(Two, X2, Y2, 5, cbs=First(), wd=.1)
 
 def test_slices_without_a_row_at_a_norm():
     x = X.clone(); x[:,0] = x[:,0].abs()+.1; x[5,0] = -1   # with slices of one, this sample has none
@@ -629,7 +629,7 @@ def test_slices_without_a_row_at_a_norm():
         def forward(self, x):
             h,keep = self.lin(x),x[:,0]>0
             return self.head(torch.zeros_like(h).masked_scatter(keep[:,None], self.bn(h[keep])))
-    same(Masked, x, Y, 1, bs=10)
+    same_slices(Masked, x, Y, 1, bs=10)
 
 def test_a_model_that_changes_its_input():
     "The slices are views of the batch, so autograd sees the change of another one"
@@ -652,7 +652,7 @@ def test_what_is_switched_in_the_middle_of_an_epoch(k, first):
             if self.training and self.iter==1: switches[k](self.model)
     def make():
         return flat(lambda h, a, d: d(a(h).tanh()), nn.BatchNorm1d(8) if first=='norm' else nn.Tanh(), nn.Dropout(0.))
-    same(make, X2, Y2, 5, cbs=Switch(), epochs=1)
+    same_slices(make, X2, Y2, 5, cbs=Switch(), epochs=1)
 
 class Average(nn.Module):
     "A running average, which moves only when it is told to"
@@ -675,7 +675,7 @@ def test_what_begins_in_a_later_batch(what, first):
         def f(h, a, d, avg): return later[what](a(h).tanh(), coins.pop(), d, avg, kept)
         coins,kept = [False]*4+[True,False],[]
         return flat(f, nn.BatchNorm1d(8) if first=='norm' else nn.Tanh(), nn.Dropout(.3), Average())
-    same(make, X2, Y2, 5, epochs=1)
+    same_slices(make, X2, Y2, 5, epochs=1)
 
 @pytest.mark.skipif(not hasattr(signal, 'setitimer'), reason='uses a timer of the system, which Windows does not have')
 def test_ctrl_c_at_any_time():
@@ -695,7 +695,7 @@ def test_ctrl_c_at_any_time():
     for t in threading.enumerate():
         if t is not threading.main_thread() and t.daemon: t.join(2)
     left_alone(m)
-    same(m, X2, Y2, 7)
+    same_slices(m, X2, Y2, 7)
 
 def test_long_texts_are_refused_in_words():
     "fastai's text classifier leaves out texts that have ended, so its draws depend on the texts"
@@ -750,4 +750,4 @@ def test_several_backward_passes(heads):
             for gs in self.grads:
                 for p,g in zip(self.model.body.parameters(), gs): p.grad += g
     torch.manual_seed(2)
-    same(Two().double(), X, Y, cbs=Balance(), loss_func=lambda pred, y: (pred[0]*pred[1]).mean())
+    same_slices(Two().double(), X, Y, cbs=Balance(), loss_func=lambda pred, y: (pred[0]*pred[1]).mean())
