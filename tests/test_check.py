@@ -65,10 +65,10 @@ def test_float32_within():
             return self.lin(x.float()).to(torch.float32)*self.const + torch.zeros(3, dtype=torch.float32)
     clean(learner(Model(), lambda p,y: F.cross_entropy(p.float(), y), x=features(64).float()).check_accumulation())
 
-@pytest.mark.parametrize('cbs', [AccumulateStep(n_samples=24), MicroBatch(), MicroBatch(2, coupled=True),
+@each(cbs=[AccumulateStep(n_samples=24), MicroBatch(), MicroBatch(2, coupled=True),
                                  [AccumulateStep(2), MicroBatch(4)],
                                  [AccumulateStep(n_samples=16), MicroBatch(4)],
-                                 [AccumulateStep(2), SkipNonFinite(), GradAccumDtype()], GradientClip(.1)], ids=repr)
+                                 [AccumulateStep(2), SkipNonFinite(), GradAccumDtype()], GradientClip(.1)])
 def test_clean_settings(cbs): clean(learner(cbs=deepcopy(cbs)).check_accumulation())
 
 def test_sizes():
@@ -89,10 +89,10 @@ class Jacobian(nn.Module):
         slope = torch.func.vmap(torch.func.jacrev(self.inner))(x)
         return self.inner(x)+slope.pow(2).sum((1,2))[:,None]
 
-@pytest.mark.parametrize('cbs', [None, MicroBatch(4)])
+@each(cbs=[None, MicroBatch(4)])
 def test_model_that_differentiates_itself(cbs): clean(learner(Jacobian(), cbs=cbs).check_accumulation())
 
-@pytest.mark.parametrize('way', ['coupled','exact'])
+@each(way=['coupled','exact'])
 def test_own_setting_that_cannot_work(way):
     "The check says what the fit says, which is not PyTorch's error alone"
     check = learner(Jacobian(), cbs=MicroBatch(4, **{way:True})).check_accumulation
@@ -461,7 +461,7 @@ class Block(nn.Module):
     def forward(self, x): return self.drop(self.norm(self.lin(x)).tanh())
 def blocks(norm=nn.Identity): return nn.Sequential(*[Block(norm()) for _ in range(3)], nn.Linear(6,3)).double()
 
-@pytest.mark.parametrize('cb', [GradientCheckpointing,OffloadActivations])
+@each(cb=[GradientCheckpointing,OffloadActivations])
 def test_whole_batches(cb):
     check = learner(blocks(lambda: nn.BatchNorm1d(6)), cbs=cb()).check_accumulation()
     assert not check.causes and check.error==0 and 'without and with' in check.compared, check
@@ -569,11 +569,11 @@ class Stops(Callback):
 class Leaves(Callback):
     def after_backward(self): raise CancelBatchException
 
-@pytest.mark.parametrize('cb', [Stops,Leaves])
+@each(cb=[Stops,Leaves])
 def test_no_step(cb):
     with pytest.raises(ValueError, match='a callback cancels the step'): learner(cbs=cb()).check_accumulation()
 
-@pytest.mark.parametrize('cb', [lambda: AccumulateStep(2), lambda: OffloadActivations(), noop])
+@each(cb=[lambda: AccumulateStep(2), lambda: OffloadActivations(), noop])
 def test_ignored_labels(cb):
     "All labels that are compared are ignored: 0/0, and no callback is to blame; one that counts is enough"
     def check(y):
@@ -618,14 +618,14 @@ def test_callback_that_draws_from_the_loader():
         res.append([x for x,_ in learn.dls.train])
     assert rel(*res)[0]==0
 
-@pytest.mark.parametrize('seed', range(8) if SWEEP else [0,5])
+@each(seed=range(8) if SWEEP else [0,5])
 def test_hard_samples(seed):
     "A loss that takes the hardest samples of what it sees"
     set_seed(seed)
     def hardest(p, y): return F.cross_entropy(p, y, reduction='none').topk(max(1, len(p)//2)).values.mean()
     assert found(learner(loss_func=hardest))==['loss']
 
-@pytest.mark.parametrize('seed', range(8) if SWEEP else [0,5])
+@each(seed=range(8) if SWEEP else [0,5])
 def test_draws_of_python(seed):
     class Coin(nn.Module):
         def forward(self, x): return x if not self.training or random.random()<.5 else x*0
@@ -645,7 +645,7 @@ def test_a_module_that_mixes_hides_the_loss():
     assert found(learner(net(Centre()), masked))==['unknown']
     assert found(learner(net(), masked))==['loss']
 
-@pytest.mark.parametrize('seed', range(8) if SWEEP else [0,5])
+@each(seed=range(8) if SWEEP else [0,5])
 def test_weight_line_by_luck(seed):
     "No wrong line is named because it fits some micro-batches"
     mask = (torch.rand(64, generator=torch.Generator().manual_seed(seed))<.5).double()
@@ -720,7 +720,7 @@ def test_memory_of_the_check():
     peak = peak_bytes(lambda: learn.check_accumulation())/own
     assert 1<=peak<=2, f'{peak:.2f} times the parameters and gradients'
 
-@pytest.mark.parametrize('most', [9,3])
+@each(most=[9,3])
 def test_goes_on_with_fewer_samples_if_memory_runs_out(most):
     class Greedy(nn.Linear):
         def forward(self, x):
@@ -779,8 +779,7 @@ def test_texts_longer_than_the_model_reads_at_once():
 # samples of several batches
 def padded_mean(p, y): return F.cross_entropy(p[y!=-100], y[y!=-100])
 
-@pytest.mark.parametrize('lengths', [[1+i//6 for i in range(48)], [1+i//2%8 for i in range(48)],
-                                     [7 if i==9 else 8 for i in range(48)]], ids=['sorted','pairs','one'])
+@each(lengths=[[1+i//6 for i in range(48)], [1+i//2%8 for i in range(48)], [7 if i==9 else 8 for i in range(48)]])
 def test_what_differs_between_batches(lengths):
     "A mean over valid tokens, where the samples of the first batch are alike"
     x,y = torch.randint(0, 11, (48,8)),torch.randint(0, 5, (48,8))
@@ -804,7 +803,7 @@ def test_says_what_it_could_not_compare():
     assert 'of the first training batch' in said and 'only between batches could not be compared' in said
 
 # what it refuses
-@pytest.mark.parametrize('cbs', [None, MicroBatch(4, exact=True)])
+@each(cbs=[None, MicroBatch(4, exact=True)])
 def test_steps_in_the_backward_pass(cbs):
     def step(p):
         p.data -= .1*p.grad
