@@ -1,7 +1,7 @@
 "What PyTorch does in another way on a GPU, done on the CPU"
 from contextlib import suppress
 from harness import *
-from test_exact import X2,Y2,draws,same
+from test_exact import X2,Y2,draws,same_slices
 from fastai_accum.exact.draws import Draw,batch_dims
 from fastai_accum.devices import generator_of
 from fastai_accum import guard as the_guard
@@ -27,9 +27,9 @@ def dropouts():
     lib._destroy()
 
 @pytest.mark.parametrize('k', 'dropout functional weight second attention scaled'.split())
-def test_draws(k, dropouts):
+def test_dropout_in_one_operation(k, dropouts):
     "Proved, though its probability is not that of a fair coin, and exact"
-    same(draws[k], X2, Y2)
+    same_slices(draws[k], X2, Y2)
     assert dropouts[0]>10
 
 def test_a_dropout_that_is_off_draws_nothing():

@@ -166,7 +166,7 @@ def test_checkpointing_beside(k):
 own = dict(one=lambda o: L(o.body[0]), two=lambda o: [o.body[1],o.stem], tuple=lambda o: tuple(o.body),
            function=lambda o: risinstance(Odd))
 
-@pytest.mark.parametrize('k', own)
+@each(k=own)
 def test_blocks(k):
     "Blocks of one's own"
     same_bits(*odd, on=lambda l: l.gradient_checkpointing(own[k](l.model)))
@@ -271,7 +271,7 @@ def test_ctrl_c_beside_memory_savers(event, order):
     b.fit(1)
     assert is_returned(b)
 
-@pytest.mark.parametrize('event', ['before_fit','before_epoch','after_pred','after_batch','after_epoch'])
+@each(event=['before_fit','before_epoch','after_pred','after_batch','after_epoch'])
 def test_validates_in_between(event):
     "A callback validates in the middle; blocks still run again afterwards"
     def f(cb):
@@ -419,7 +419,7 @@ def test_the_root_has_a_name():
         learn.fit(1)
 
 def test_blocks_do_not_overlap():
-    for arch in names:
+    for arch in 'resnet18','xresnet18','vgg','encoder','unet','awd_lstm':
         inside = [id(o) for b in find_blocks(archs[arch][0]()) for m in b.ms for o in m.modules()]
         assert len(inside)==len(set(inside)), arch
 

@@ -226,7 +226,7 @@ def test_autograd_goes_back_on_the_stream_of_the_forward_pass(fakegpu):
 # Autocast, and pinned memory
 
 @pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
-def test_autocast(dtype, fakegpu):
+def test_autocast_on_the_device(dtype, fakegpu):
     x = numbers(4, 4)
     with torch.autocast('fakegpu', dtype=dtype):
         y = x@x

@@ -22,7 +22,7 @@ by_name = [('hook_fills_a_dict','exact'), ('averaged_weights','exact'), ('if_req
     ('dropout_between_norms','exact'), ('attention','exact'), ('counter','coupled'), ('rows_that_are_kept','coupled'),
     ('views_side_by_side','exact')]
 
-def each(ks):
+def cases_of(ks):
     "Of each row two models, one way each, and those in `by_name`; each way in turn"
     cases = [(name, way) for name,k in ks.items() for way in k.ways]
     if not SWEEP:
@@ -49,7 +49,7 @@ def says_where(k, way, message):
 def explain(v, what):
     return f'{v}: {what}' if isinstance(what, str) else f'{v}: relative error {what[0]:.1e} at {what[1]}'
 
-@pytest.mark.parametrize('name,way', each(kinds))
+@pytest.mark.parametrize('name,way', cases_of(kinds))
 def test_exact_or_refused(name, way):
     k = kinds[name]
     v,what = verdict(k, way)
@@ -58,7 +58,7 @@ def test_exact_or_refused(name, way):
     assert v in allowed, explain(v, what)
     if v!='exact': says_where(k, way, what)
 
-@pytest.mark.parametrize('name,way', each(controls))
+@pytest.mark.parametrize('name,way', cases_of(controls))
 def test_what_is_right_is_not_refused(name, way):
     v,what = verdict(controls[name], way)
     assert v=='exact', explain(v, what)

@@ -268,8 +268,7 @@ class Chunks(nn.BatchNorm2d):
 class LateDropout(nn.Module):
     def forward(self, x): return F.dropout(x, .3) if len(x)>=7 else x
 
-@pytest.mark.parametrize('odd', [lambda: Ghost(4), FromFour, lambda: Chunks(4), LateDropout],
-                         ids=['ghost','branch','chunks','dropout'])
+@each(odd=[lambda: Ghost(4), FromFour, lambda: Chunks(4), LateDropout])
 def test_another_number_of_samples(odd):
     learn = learner(net(odd()), MicroBatch(4, exact=True))
     with pytest.raises(ValueError, match='exact=True is not possible'): learn.fit(1)

@@ -136,13 +136,13 @@ def light(im):
     "The share of a picture that is nearly white"
     return sum(im.histogram()[200:])/(im.width*im.height)
 
-def drawn(colour, shape='M0 0h200v90H0z'):
+def svg(colour, shape='M0 0h200v90H0z'):
     "A picture of one shape, which fills it by default"
     size = 'xmlns="http://www.w3.org/2000/svg" width="200" height="90"'
     return f'<svg {size}><path d="{shape}" fill="{colour}"/></svg>'
 
 def picture(colour, style=''):
-    return f'<img alt="A plot" style="{style}" src="data:image/svg+xml,{quote(drawn(colour))}">'
+    return f'<img alt="A plot" style="{style}" src="data:image/svg+xml,{quote(svg(colour))}">'
 
 def plot(width, drawn):
     data = BytesIO()
@@ -177,8 +177,8 @@ CHECKS = [   # what to look for, a page that has it, and one that does not
     (white_boxes, picture('white'), picture('white', 'filter:invert(.9)')),
     (white_boxes, picture('black', 'padding:20px; background:white'), picture('black', 'padding:20px')),
     (white_boxes, picture('white', 'padding:5px; background:black'), picture('grey', 'padding:5px; background:black')),
-    (white_boxes, drawn('white'), drawn('black')),
-    (white_boxes, drawn('white', 'M20 10h140v70H20z'), drawn('white', 'M20 30h140v9H20z')),   # axes, and a line
+    (white_boxes, svg('white'), svg('black')),
+    (white_boxes, svg('white', 'M20 10h140v70H20z'), svg('white', 'M20 30h140v9H20z')),   # axes, and a line
     (white_boxes, f'<table style="background:#eee"><td>{sentence}</table>', f'<table><td>{sentence}</table>')]
 
 def test_checks(page):

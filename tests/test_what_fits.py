@@ -136,14 +136,14 @@ def test_of_equal_ways_the_simpler_one():
     assert what_fits.best_of(found).line=='b' and what_fits.best_of(found[:1]).line=='a' and not what_fits.best_of([])
 
 @pytest.mark.parametrize('bs', [2,5])
-def test_what_is_not_known_is_not_the_identical(bs):
+def test_what_is_not_known_is_not_the_same(bs):
     "A batch of 5 or 7 leaves a slice of one sample, on which batch norm raises an error"
     found = fits(learner(net(norm=nn.BatchNorm2d), bs=bs)).ways
     assert found[0].is_same and all(o.changes.startswith('batch norm sees') for o in found if 'micro_batch' in o.line)
     cut = plain_slices(fits(learner(bs=bs)))
     assert cut.changes=='as the check says' and not cut.is_same
 
-def test_a_way_that_was_not_proved_never_becomes_the_identical():
+def test_a_way_that_was_not_proved_never_becomes_the_same():
     "A trial that failed is not made again: what was not known stays unknown, in the second call too"
     class Locked(Block):
         def __init__(self, n): super().__init__(n, nn.Identity)
@@ -297,7 +297,7 @@ def test_what_was_there_before_does_not_count():
     held = sum(p.grad.nbytes for p in learn.model.parameters() if p.grad is not None)
     assert abs(new-again-state-held)<.05*new, (new, again, state, held)
 
-def test_a_model_that_compares_samples_is_not_called_the_identical():
+def test_a_model_that_compares_samples_is_not_called_the_same():
     class Centred(nn.Module):
         def forward(self, x): return x-x.mean(0)
     found = tried(learner(nn.Sequential(net(), Centred())))
