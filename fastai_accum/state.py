@@ -18,7 +18,7 @@ from typing import NamedTuple
 from fastai.basics import *
 from torch.nn.parameter import is_lazy
 from .devices import accelerators,generator_of
-from .private import buffer_dict,hook_dicts
+from .private import buffer_dict,copy_all,hook_dicts,version
 from .replace import Lent
 from .slices import is_array
 
@@ -32,7 +32,9 @@ _holders = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRSchedul
             *_generators, *_containers, *_functions)
 _alive = {*'IPython ipykernel logging matplotlib multiprocessing pandas queue threading'.split()}
 
-def is_generator(o): return isinstance(o, _generators)
+@lru_cache(None)
+def _draws(t): return issubclass(t, _generators)   # PyTorch makes `isinstance` slow
+def is_generator(o): return _draws(type(o))
 
 @lru_cache(None)
 def _can_change(t):
@@ -97,14 +99,20 @@ def _put(o, was):
         if isinstance(now, (dict,set)): now.update(was)
         else: now.extend(was)
 
-def _is(o, was):
-    "Whether `o` holds `was`; a generator always counts as changed"
+def _ids(vs): return list(map(id, vs))
+
+def is_as(o, was):
+    "Whether `o` holds `was`"
+    if is_generator(o): return _is_at(contents(o), was)
     if isinstance(o, CellType): return contents(o) is was
     now = container(o)
     if isinstance(was, dict):   # nearly always
-        return list(now)==list(was) and all(map(is_, now.values(), was.values()))
-    if is_generator(o): return False
-    return now==was if isinstance(now, set) else len(now)==len(was) and all(map(is_, now, was))
+        return list(now)==list(was) and _ids(now.values())==_ids(was.values())
+    return now==was if isinstance(now, set) else _ids(now)==_ids(was)
+
+def _is_at(now, was):
+    "Whether a generator is at the same place"
+    return torch.equal(now, was) if isinstance(was, Tensor) else pickle.dumps(now)==pickle.dumps(was)
 
 # %% ../nbs/state.ipynb #3f0a6c13
 class Noted(NamedTuple):
@@ -141,16 +149,23 @@ class State:
         self.tensors = [_noted(o, copied(o)) for o in tensors if isinstance(o, Tensor)]
         self.arrays  = [(o, o.copy()) for o in tensors if isinstance(o, np.ndarray)]
 
-    def changed(self): return [o for o,was in self.held if not _is(o, was)]
+    def changed(self): return [o for o,was in self.held if not is_as(o, was)]
 
     def hold(self):
         "Let the objects hold what they held"
         for o,was in self.held:
-            if not _is(o, was): _put(o, was)
+            if not is_as(o, was): _put(o, was)
 
     def rewind(self):
         "Let the generators draw once more what they drew from here"
         for o,was in self.drawn: _put(o, was)
+
+    def renewed(self):
+        "This state, with what objects hold and where generators are now; the values of tensors are as they were"
+        res = copy(self)
+        res.held  = [(o, was if is_as(o, was) else contents(o)) for o,was in self.held]
+        res.drawn = [(o, contents(o)) for o,_ in self.drawn]
+        return res
 
 # %% ../nbs/state.ipynb #3f0a6c21
 @patch
@@ -182,6 +197,15 @@ def buffers(model):
     "Where `model` has its buffers: dictionaries and keys"
     return [(bs,k) for bs in map(buffer_dict, model.modules()) for k,b in bs.items() if b is not None]
 
+def clones(ts):
+    "Copies of the tensors `ts`, made with few commands to their device"
+    res = [torch.empty_like(t) if type(t) is Tensor and t.layout is torch.strided else t.clone() for t in ts]
+    with torch.no_grad():
+        if res: copy_all(res, ts)
+    return res
+
+def version_of(t): return None if t is None or t.is_inference() else version(t)
+
 class ModelState(State):
     "What a forward pass of `model` can change, as it is now"
     def __init__(self,
@@ -194,9 +218,29 @@ class ModelState(State):
         self.places = buffers(self.model) if places is None else places
         if objects is None: objects = held(self.model)
         if generators is None: generators = everybodys(self.model)
-        super().__init__(objects, [bs[k] for bs,k in self.places], generators)
+        ts = [bs[k] for bs,k in self.places]
+        super().__init__(objects, ts, generators, partial(next, iter(clones(ts))))
+        self.versions = list(map(version_of, ts))
 
-    def now(self): return ModelState(self.model, self.objects, self.places, self.generators)
+    def only(self, objects, places):
+        "The part of some `objects`, with the lists and dictionaries that they hold now, and of the buffers at some `places`"
+        # a model may make them anew for each batch
+        inner = [v for o in objects for _,v in items(o) if isinstance(v, (dict,list,set))]
+        at,known = {(id(bs),k) for bs,k in places},{id(o):was for o,was in self.held}
+        res = copy(self)
+        res.objects = list({id(o):o for o in [*objects,*inner]}.values())
+        res.held = [(o, known[id(o)] if id(o) in known else contents(o)) for o in res.objects]
+        found = [o for o in zip(self.places, self.tensors) if (id(o[0][0]),o[0][1]) in at]
+        res.places,res.tensors = [p for p,_ in found],[t for _,t in found]
+        return res
+
+    def late(self, part, but=()):
+        "What has changed, although it is not in the `part`: objects, and names of buffers whose `id` is not in `but`"
+        places = {(id(bs),k) for bs,k in part.places}
+        ids = {id(o) for o in part.objects} | {i for i,_ in places}
+        moved = [k for (bs,k),v in zip(self.places, self.versions)
+                 if (id(bs),k) not in places and id(bs.get(k)) not in but and version_of(bs.get(k))!=v]
+        return [o for o in self.changed() if id(o) not in ids]+moved
 
 def everybodys(model): return generators(accelerators(model))
 
@@ -211,20 +255,23 @@ def refuse_lazy(who, model):
 @patch
 def lend(self:ModelState):
     "Give the modules copies of their buffers as they were"
-    new = {id(o.tensor):o.was.clone() for o in self.tensors}
-    for bs,k in self.places: bs[k] = new[id(bs[k])]
+    new = {}   # a buffer may be in two places
+    for (bs,k),o,t in zip(self.places, self.tensors, clones([o.was for o in self.tensors])):
+        bs[k] = new.setdefault(id(o.tensor), t)
 
 @patch
 @contextmanager
 def again(self:ModelState):
     "A context in which the model runs from this state again; afterwards everything is as it is now"
-    now = State(self.objects, generators=self.generators)
+    now,own = State(self.objects, generators=self.generators),[bs[k] for bs,k in self.places]
     self.hold()
     self.rewind()
     try:
         self.lend()
         yield
-    finally: now.restore()
+    finally:
+        now.restore()
+        for (bs,k),t in zip(self.places, own): bs[k] = t
 
 # %% ../nbs/state.ipynb #d64c1818
 def modes(model):
