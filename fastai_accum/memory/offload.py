@@ -13,7 +13,7 @@ from collections import deque
 from contextlib import contextmanager,nullcontext
 from functools import lru_cache
 from itertools import chain
-from weakref import WeakSet,WeakValueDictionary,ref
+from weakref import WeakSet,ref
 from fastai.basics import *
 from torch.autograd.graph import saved_tensors_hooks
 from ..devices import api,has_streams
@@ -59,10 +59,24 @@ def offload_activations(self:Learner)->Learner:
     return self.remove_cbs(earlier).add_cb(OffloadActivations())
 
 # %% ../../nbs/memory/offload.ipynb #d9fa9ce9
+class Slab:
+    "A large piece of memory on the host, of which tensors take one part after another"
+    # the allocator of CUDA gives pieces of a power of two, and slowly
+    def __init__(self, n, is_pinned):
+        self.memory = torch.empty(n, dtype=torch.uint8, pin_memory=is_pinned).untyped_storage()
+        self.left,self.n = n,n
+
+    def like(self, t):
+        "A tensor like `t` in the next part"
+        plain = torch.empty_like(t, device='meta')   # without the gaps of a view
+        at = (self.n-self.left)//t.itemsize
+        self.left -= -(-t.nbytes//64)*64
+        return torch.empty(0, dtype=t.dtype).set_(self.memory, at, t.shape, plain.stride())
+
 class Kept:
-    "A tensor `t` with its values on the host"
-    def __init__(self, t, device, before):
-        self.t,self.device = t,device
+    "A tensor `t` with its values on the host, in a part of `slab`"
+    def __init__(self, t, slab, device, before):
+        self.t,self.slab,self.device = t,slab,device
         self.before = before   # a weak reference to the `Kept` made before it
         self.ahead = None      # the tensor back on its device, and the event of its arrival
 
@@ -76,9 +90,9 @@ def _is_plain(t):
 
 class Host:
     "Keeps tensors in the memory of the host, except what `model` holds anyway"
-    least = 1024   # bytes of the smallest tensor that moves
-    share = 1/128  # of the bytes that a forward pass puts here, so many may be on their way at once
-    made = WeakValueDictionary()   # the tensors on the host, by their address
+    least = 1024    # bytes of the smallest tensor that moves
+    share = 1/128   # of the bytes that a forward pass puts here, so many may be on their way at once
+    slab = 2**26    # bytes of a slab; a larger tensor has a larger one
     def __init__(self,
         model:nn.Module, # Its parameters and buffers, and views of them, stay where they are
         looks_ahead:bool=True # Whether to fetch what the backward pass asks for next
@@ -91,23 +105,23 @@ class Host:
         self.most = 0            # the most in one forward pass
         self.largest = 0         # the bytes of the largest tensor
         self.last = None         # a weak reference to the last `Kept`
+        self.open = WeakSet()    # slabs that are not full
         self._look()
 
 # %% ../../nbs/memory/offload.ipynb #4f733f2b
 @patch
 def _look(self:Host, *inputs):
     "Note the memory that stays, since the learner holds it: of the model and of `inputs`"
-    ts = chain(self.model.parameters(), self.model.buffers(), (o for _,o in leaves(inputs)))
-    plain = [t for t in ts if isinstance(t, Tensor) and _is_plain(t)]
-    self.own = {t.untyped_storage().data_ptr() for t in plain}
+    def addresses(ts): return {t.untyped_storage().data_ptr() for t in ts if isinstance(t, Tensor) and _is_plain(t)}
+    self.own = addresses([*self.model.parameters(), *self.model.buffers(), *(o for _,o in leaves(inputs))])
 
 @patch
 def stays(self:Host, t):
     "Whether `t` stays where it is"
     if not _is_plain(t) or _is_here(t) or t.nbytes<self.least: return True
-    is_expanded = t.untyped_storage().nbytes()<t.nbytes   # then its copy is larger
-    ptr = t.untyped_storage().data_ptr()
-    return is_expanded or ptr in self.own or ptr in self.made
+    memory = t.untyped_storage()
+    is_expanded = memory.nbytes()<t.nbytes   # then its copy is larger
+    return is_expanded or memory.data_ptr() in self.own
 
 # %% ../../nbs/memory/offload.ipynb #477dd721
 @lru_cache(None)
@@ -181,16 +195,24 @@ def put(self:Host, t):
     "What is kept of `t`: the tensor itself if it stays, otherwise a `Kept`"
     if isinstance(t, Kept) or self.stays(t): return t
     t = t.detach().as_subclass(Tensor)
-    host = torch.empty_like(t, device='cpu', pin_memory=has_streams(t.device))
+    slab = self._slab(t)
+    host = slab.like(t)
     self.n_bytes += t.nbytes
     self.most    = max(self.most, self.n_bytes)
     self.largest = max(self.largest, t.nbytes)
     if has_streams(t.device): self._send(t, host)
     else: host.copy_(t)
-    res = Kept(host, t.device, self.last)
-    self.made[host.untyped_storage().data_ptr()] = res
+    res = Kept(host, slab, t.device, self.last)
     self.last = ref(res)
     return res
+
+@patch
+def _slab(self:Host, t):
+    "A slab with room for `t`"
+    found = first(o for o in self.open if o.left>=t.nbytes)
+    if found is None: found = Slab(max(self.slab, 2**math.ceil(math.log2(t.nbytes))), has_streams(t.device))
+    (self.open.discard if found.left-t.nbytes<self.slab//64 else self.open.add)(found)
+    return found
 
 @patch
 def get(self:Host, o):
