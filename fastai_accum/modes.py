@@ -46,7 +46,7 @@ class Coupled:
     def __init__(self, micro):
         self.micro,self.model = micro,get_model(micro.learn.model)
         self.proved = set()
-        self.found = {}   # what slices change in the model, by what is switched in it
+        self.found = {}   # the objects that slices change, by what is switched in the model
 
     def parts(self, learn, b):
         with self.micro.sliced(learn): yield b,n_of(learn.dls, b),True
@@ -56,14 +56,13 @@ class Coupled:
     def run(self, learn, forward, xb, parts, sizes):
         "The predictions for each slice; after the first batch, only what it has changed goes from slice to slice"
         state,key = self.state(),modes(self.model)
-        objects,places = self.found.get(key, ([],[]))
         if key in self.found:
-            part = state.only(objects, places)
-            preds,_ = one_by_one(part, forward, parts, sizes)
+            part = state.only(self.found[key], state.places)
+            preds = one_by_one(part, forward, parts, sizes)
             if not state.late(part): return preds
             state.restore()
-        preds,moved = one_by_one(state, forward, parts, sizes)
-        self.found[key] = [*objects,*state.changed()],[*places,*moved]
+        preds = one_by_one(state, forward, parts, sizes)
+        self.found[key] = [*self.found.get(key, ()), *state.changed()]
         return preds
 
     @contextmanager

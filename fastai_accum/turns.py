@@ -13,13 +13,11 @@ from fastai.basics import *
 from .private import change_hidden,copy_all,has_hidden
 from .recompute import Recompute
 from .slices import tree_map
-from .state import State,container,version_of
+from .state import State,container
 
 # %% ../nbs/turns.ipynb #ccfbae69
 def one_by_one(state, forward, parts, sizes, around=lambda k: nullcontext()):
-    """The predictions for each slice, run in `around(k)`, and the buffers that moved
-
-    In training, the backward pass runs each slice again."""
+    "The predictions for each slice, run in `around(k)`; in training, the backward pass runs it again"
     hidden = Hidden(state.model)
     turns = Turns(state, parts, sizes)
     preds = []
@@ -29,7 +27,7 @@ def one_by_one(state, forward, parts, sizes, around=lambda k: nullcontext()):
         with turns(k),hidden.rows(k, sizes) if sizes else nullcontext():
             preds.append(Recompute(run, state.renewed, _in_place)(*part))
     turns.end()
-    return preds,turns.moved()
+    return preds
 
 def _in_place():
     return RuntimeError("MicroBatch: the model changes its input in place, and coupled=True runs it twice "
@@ -52,7 +50,6 @@ class Turns:
         else:
             state.hold()
             state.lend()
-            self.versions = [version_of(bs[key]) for bs,key in state.places]
             State(generators=state.generators).rewind()   # or cuDNN goes on with its own masks
         try: yield
         finally: self.own[k] = self.rest.renewed(),[bs.get(key) for bs,key in state.places]
@@ -83,11 +80,6 @@ def end(self:Turns):
             parts = _mean(flat, weights).split([o.numel() for o in olds])
             new = [t.view(o.shape) for t,o in zip(parts, olds)]
         copy_all(olds, new)
-
-@patch
-def moved(self:Turns):
-    "Where the buffers are that slices have changed"
-    return [p for p,v,*ts in zip(self.state.places, self.versions, *(ts for _,ts in self.own)) if any(version_of(t)!=v for t in ts)]
 
 def _mean(rows, weights):
     "The mean of the `rows` of a tensor"

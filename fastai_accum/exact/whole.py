@@ -140,7 +140,7 @@ def run_slices(self:Exact, plan, state, forward, parts, sizes):
         with AtNorms(norm, of_slice, plan.inside): yield
         of_slice.end()
     args = start,forward,parts,sizes,around
-    preds = Lockstep(*args, self.micro.group, self.host).run() if plan.norms else one_by_one(*args)[0]
+    preds = Lockstep(*args, self.micro.group, self.host).run() if plan.norms else one_by_one(*args)
     of_batch.end()
     self.refuse_late(state.late(start, plan.stats))
     return preds
