@@ -137,8 +137,8 @@ def around_batches(self:Cutting, learn):
 
 @patch
 def mode_for(self:Cutting, training):
-    if not training: return Coupled(self)
-    kind = Exact if self.exact else Coupled if self.coupled else Plain
+    kind = Exact if self.exact else Coupled if self.coupled or not training else Plain
+    if not training: return kind(self)
     if type(self.kept) is not kind: self.kept = kind(self)
     return self.kept
 
