@@ -51,6 +51,30 @@ def package(pairs):
         print(f"{way}: {rows[-1]['time']:.3f} ± {rows[-1]['pm']:.3f}", flush=True)
     return rows
 
+class First(Callback):
+    "Milliseconds from `before_batch` to the first layer: of the processor, if that is what trains"
+    run_valid = False
+    def __init__(self): self.ms,self.start = [],None
+    def before_fit(self): self.hook = first(m for m in self.model.modules() if not list(m.children())).register_forward_pre_hook(self.at)
+    def before_batch(self): self.start = self.now()
+    def now(self): return 1e3*(time.perf_counter() if torch.accelerator.is_available() else time.process_time())
+    def at(self, *_):
+        if self.start is not None: self.ms.append(self.now()-self.start)
+        self.start = None
+    def after_fit(self): self.hook.remove()
+
+def before_the_first_layer(net='ResNet-34', bs=16, n=8):
+    "Of each way, the median over the batches of a fit, after the first one"
+    rows = []
+    for way in ('MicroBatch','coupled','exact'):
+        learn,cb = learner(net, 32, way),First()
+        x,y = learn.dls.train.one_batch()
+        dl = DataLoader([(x[:bs],y[:bs])]*n, bs=None)
+        learn.dls = DataLoaders(dl, dl, device=default_device())
+        learn.fit(1); learn.add_cb(cb); learn.fit(1)
+        rows.append(dict(way=way, ms=sorted(cb.ms[1:])[n//2]))
+    return rows
+
 def small_batches(pairs):
     "A loop by hand over slices, over one with the large batch"
     whole = by_hand(BS)
@@ -72,10 +96,11 @@ def gained(pairs, bs=4, n_step=8, n=32):
 if __name__=='__main__':
     p = argparse.ArgumentParser(); p.add_argument('--pairs', type=int, default=PAIRS); p.add_argument('--save', action='store_true'); args = p.parse_args()
     print(machine(), f'{torch.get_num_threads()} thread(s)')
-    res = dict(pairs=args.pairs, threads=torch.get_num_threads(), rows=package(args.pairs), small=small_batches(args.pairs), gained=gained(args.pairs))
+    res = dict(pairs=args.pairs, threads=torch.get_num_threads(), first=before_the_first_layer(), rows=package(args.pairs), small=small_batches(args.pairs), gained=gained(args.pairs))
     def figures(r): return f"{r['time']:.2f} ± {r['pm']:.2f}"
     print(f'\n{NET}, {BS} images of {PX} pixels, over a loop by hand over the same batches\n')
     print(table([(r['way'], r['bs'], figures(r)) for r in res['rows']], ['way','batches of','time']))
+    print('milliseconds before the first layer of a ResNet-34:', ', '.join(f"{r['way']} {r['ms']:.1f}" for r in res['first']))
     for r in res['small']: print(f"a loop by hand over batches of {r['bs']}, over the large batch: {figures(r)}")
     print(f"AccumulateStep({res['gained']['n_step']}) with Adam, ResNet-18, batches of {res['gained']['bs']}, over a step a batch: {figures(res['gained'])}")
     if args.save: save('cost', batch=BS, **res)

@@ -33,10 +33,11 @@ class Cutting(WindowCallback):
     cuts = run_valid = prove = True
     group = Alone()          # the processes that train together
     mode = None              # how the slices of this epoch show the batch
+    kept = None              # the mode of the training, for a fit
     n = None                 # samples in the batch that is being cut
     size = None              # samples in a slice of the last batch
     warned = False           # that a batch was not cut
-    _stateattrs = 'window','group','mode'
+    _stateattrs = 'window','group','mode','kept'
     fits = {}                # how many samples fit, if a batch does not, by `learn.training`
 
 
@@ -47,7 +48,7 @@ def begin(self:Cutting):
     learn = self.learn
     super(Cutting, self).begin()
     if is_validation(learn): return
-    self.warned = False
+    self.warned,self.kept = False,None
     if self.shows_whole: refuse_lazy('MicroBatch', learn.model)
     # the loader of texts knows their lengths
     if self.exact: refuse_long(learn.model, getattr(learn.dls.train, 'res', ()))
@@ -136,8 +137,10 @@ def around_batches(self:Cutting, learn):
 
 @patch
 def mode_for(self:Cutting, training):
-    if self.exact: return Exact(self)
-    return Coupled(self) if self.coupled or not training else Plain(self)
+    kind = Exact if self.exact else Coupled if self.coupled or not training else Plain
+    if not training: return kind(self)
+    if type(self.kept) is not kind: self.kept = kind(self)
+    return self.kept
 
 @patch
 @contextmanager
@@ -155,7 +158,7 @@ def way(self:Cutting, learn, size=2):
     if not self.shows_whole: return
     kind = 'exact' if self.exact else 'coupled'
     few = copy(self)
-    vars(few).update(bs=1 if self.bs==1 else size, mode=None)
+    vars(few).update(bs=1 if self.bs==1 else size, mode=None, kept=None)
     def run(forward, yb, *xb):
         few.learn = SimpleNamespace(model=learn.model, dls=learn.dls, cbs=learn.cbs,
                                     training=True, xb=xb, yb=yb)
@@ -184,7 +187,9 @@ def forward(self:Cutting, learn, forward, *xb, **kwargs):
     b = *xb,*learn.yb
     if learn.training:
         n = n_of(learn.dls, b)
-        if self.prove and self.most(learn, n)<n: guard(self, learn, xb)
+        if self.prove and (size := self.most(learn, n))<n:
+            with self.mode.once(xb, size) as is_new:
+                if is_new: guard(self, learn, xb)
         return in_slices()
     undo = ModelState(learn.model).restore if self.bs=='auto' else None
     return self.retry(learn, in_slices, [(b,versions(b))], undo)

@@ -8,9 +8,10 @@ Docs: https://fastai-accum.github.io/fastai_accum/modes.html.md"""
 __all__ = ['Plain', 'Coupled']
 
 # %% ../nbs/modes.ipynb #5c548ce2
+from contextlib import contextmanager
 from fastai.basics import *
-from .slices import join,n_rows,tree_map
-from .state import ModelState
+from .slices import join,leaves,n_rows,tree_map
+from .state import ModelState,held,modes
 from .turns import Hidden,one_by_one
 from .windows import n_of
 
@@ -41,14 +42,36 @@ class Plain:
 class Coupled:
     "Callbacks and the loss see the whole batch; the model runs on each slice"
     is_cut = False   # whether the current batch has come to the model as it is
-    def __init__(self, micro): self.micro = micro
+    more = ()        # objects beside the model that it can change
+    def __init__(self, micro):
+        self.micro,self.model = micro,get_model(micro.learn.model)
+        self.proved = set()
+        self.found = {}   # the objects that slices change, by what is switched in the model
 
     def parts(self, learn, b):
         with self.micro.sliced(learn): yield b,n_of(learn.dls, b),True
 
+    def state(self): return ModelState(self.model, [*held(self.model), *self.more])
+
     def run(self, learn, forward, xb, parts, sizes):
-        "The predictions for each slice"
-        return one_by_one(ModelState(learn.model), forward, parts, sizes)
+        "The predictions for each slice; after the first batch, only what it has changed goes from slice to slice"
+        state,key = self.state(),modes(self.model)
+        if key in self.found:
+            part = state.only(self.found[key], state.places)
+            preds = one_by_one(part, forward, parts, sizes)
+            if not state.late(part): return preds
+            state.restore()
+        preds = one_by_one(state, forward, parts, sizes)
+        self.found[key] = [*self.found.get(key, ()), *state.changed()]
+        return preds
+
+    @contextmanager
+    def once(self, xb, size):
+        "Whether nothing was proved in this fit for the model as it is, and for slices of `size` of inputs like `xb`"
+        able = tuple(p.requires_grad for p in self.model.parameters())
+        key = modes(self.model),size,able,*[(o.shape,o.dtype) for _,o in leaves(xb)]
+        yield key not in self.proved
+        self.proved.add(key)
 
     def after_pred(self, learn):
         "Warn of a batch that should have been cut, and was not"

@@ -8,14 +8,12 @@ Docs: https://fastai-accum.github.io/fastai_accum/turns.html.md"""
 __all__ = ['one_by_one', 'Turns', 'Hidden']
 
 # %% ../nbs/turns.ipynb #c7bd1bc9
-from contextlib import contextmanager,nullcontext,suppress
+from contextlib import contextmanager,nullcontext
 from fastai.basics import *
-from .dry import Dry
-from .precise import quiet
-from .private import buffer_dict,change_hidden,has_hidden
+from .private import change_hidden,copy_all,has_hidden
 from .recompute import Recompute
-from .slices import Refused,join,keys,leaves,slices,tree_map
-from .state import State,container,contents,is_generator
+from .slices import tree_map
+from .state import State,container
 
 # %% ../nbs/turns.ipynb #ccfbae69
 def one_by_one(state, forward, parts, sizes, around=lambda k: nullcontext()):
@@ -27,7 +25,7 @@ def one_by_one(state, forward, parts, sizes, around=lambda k: nullcontext()):
         def run(*xs, k=k):
             with around(k): return forward(*xs)
         with turns(k),hidden.rows(k, sizes) if sizes else nullcontext():
-            preds.append(Recompute(run, state.now, _in_place)(*part))
+            preds.append(Recompute(run, state.renewed, _in_place)(*part))
     turns.end()
     return preds
 
@@ -38,111 +36,62 @@ def _in_place():
 # %% ../nbs/turns.ipynb #caa01686
 class Turns:
     "Each of the slices `parts` begins from `state`, and goes on with what it held after its last turn"
-    few = None   # what a run of a few samples leaves, and how many they are
     def __init__(self, state, parts, sizes):
         store_attr()
-        self.own = [None]*len(parts)   # the state of each slice after its last turn
+        n = Counter(id(bs) for bs,_ in state.places)
+        self.rest = copy(state)   # without the dictionaries that hold nothing but these buffers
+        self.rest.held = [(o,was) for o,was in state.held if n[id(o)]<max(1, len(container(o)))]
+        self.own = [None]*len(parts)   # of each slice after its last turn, what objects held, and its buffers
 
     @contextmanager
     def __call__(self, k):
         state = self.state
-        if self.own[k]: self.own[k].hold()
+        if self.own[k]: self.go_on(k)
         else:
             state.hold()
             state.lend()
             State(generators=state.generators).rewind()   # or cuDNN goes on with its own masks
         try: yield
-        finally: self.own[k] = State(state.objects)
+        finally: self.own[k] = self.rest.renewed(),[bs.get(key) for bs,key in state.places]
+
+    def go_on(self, k):
+        objects,buffers = self.own[k]
+        objects.hold()
+        for (bs,key),t in zip(self.state.places, buffers): bs[key] = t
 
 # %% ../nbs/turns.ipynb #caa01687
 @patch
-def end(self:Turns):
-    "Let the model hold what one run of the batch leaves"
-    self.own[-1].hold()
-    model = self.state.model
-    rnns = {id(m) for m in Hidden(model).ms}   # they have joined their rows
-    dicts = {id(buffer_dict(m)) for m in model.modules()}
-    before,*ends = [{id(o):was for o,was in s.held} for s in (self.state,*self.own)]
-    for o in self.state.changed():
-        now = container(o)
-        if id(o) in rnns or is_generator(o) or not isinstance(now, (dict,list)): continue
-        for k in keys(now):
-            old,*vs = [_at(e[id(o)], k) for e in (before,*ends)]
-            if any(v is None for v in vs) or all(v is old for v in vs): continue
-            now[k] = _in_buffer(vs, self.sizes, old) if id(o) in dicts else self.joined(vs, id(o), k)
-
-def _at(o, k):
-    try: return o[k]
-    except (KeyError,IndexError): return None
-
-# %% ../nbs/turns.ipynb #caa0168b
-@patch
-def joined(self:Turns, vs, i, k):
-    "What a batch leaves where its slices leave `vs`: at `k` in the object whose `id` is `i`"
-    sizes = self.sizes
-    if self.follow(_are_sizes, vs, i, k): return _size(vs[0], sum(sizes))
-    if self.follow(_have_rows, vs, i, k):
-        with suppress(Refused): return join(vs, sizes)   # not a number beside the rows
-    return _mean(vs, sizes) if all(map(_is_number, vs)) else vs[-1]
-
-@patch
-def follow(self:Turns, test, vs, i, k):
-    "Whether `vs` pass the `test`, also if slices differ in size"
-    if not self.sizes or not test(vs, self.sizes): return False
-    if len(set(self.sizes))>1 or len(vs)==1: return True
-    if self.few is None: self.few = self.left_by_few()
-    left,n = self.few
-    return i in left and test([vs[0],_at(left[i], k)], [self.sizes[0],n])
-
-# %% ../nbs/turns.ipynb #2831b94e
-@patch
-def left_by_few(self:Turns):
-    "What a run of a few samples leaves, and how many they are: not as many as a slice has"
-    n,state = self.sizes[0],self.state
-    m = 3 if n==2 else 2   # batch norm needs two
-    try: few = slices(join(self.parts[:2], [n,n]), m)[0]
-    except ValueError: return {},0   # `split` cuts in another way
-    left = {}
-    def note(_): left.update((id(o), contents(o)) for o in state.objects)
-    dry = Dry(state.model, state.objects, [*state.model.buffers()])
-    def contexts(_): return [state.again(), torch.no_grad(), quiet(False)]
-    try: dry.run(state.model.forward, [few], contexts, note)
-    except Exception: return {},0   # too few for the model, or memory runs out: nobody can tell
-    return left,m
-
-# %% ../nbs/turns.ipynb #caa0168c
-def _size(v, n): return n if type(v) is int else type(v)((n, *v[1:]))
-
-def _is_size(v):
-    "Whether `v` may be a number of samples, or a shape that begins with it"
-    if type(v) in (tuple,torch.Size): return len(v)>0 and all(type(o) is int for o in v)
-    return type(v) is int
-
-def _are_sizes(vs, sizes): return all(map(_is_size, vs)) and vs==[_size(vs[0], n) for n in sizes]
-
-def _have_rows(vs, sizes):
-    found = [[x for _,x in leaves(v)] for v in vs]
-    return bool(found[0]) and all(x.ndim and len(x)==n for xs,n in zip(found, sizes) for x in xs)
-
-def _is_number(v): return isinstance(v, Tensor) and v.ndim==0 and v.is_floating_point()
-
-def _mean(vs, sizes):
-    "The mean of `vs`, weighted by the samples"
-    sizes = sizes or [1]*len(vs)
-    moves = (n*torch.where(v==vs[0], 0., v-vs[0]) for n,v in zip(sizes, vs))   # a mask may have -inf
-    return vs[0]+sum(moves)/sum(sizes)
-
 @torch.no_grad()
-def _in_buffer(vs, sizes, old):
-    "What a batch leaves in the buffer `old` where its slices leave `vs`"
-    if old is None or any(v.shape!=old.shape for v in vs): return vs[-1]
-    return old.copy_(_mean(vs, sizes) if old.is_floating_point() else vs[-1])
+def end(self:Turns):
+    "Let the model hold what its last slice leaves, and buffers what one run of the batch leaves"
+    self.go_on(-1)
+    weights = self.sizes or [1]*len(self.own)
+    kinds = defaultdict(list)   # the buffers that are joined together: the old one, and what slices leave
+    for (bs,k),o,*new in zip(self.state.places, self.state.tensors, *(ts for _,ts in self.own)):
+        old = o.tensor
+        if any(t is None or t.shape!=old.shape for t in new): continue
+        bs[k] = old
+        kinds[old.dtype,old.device].append((old,new))
+    for (dtype,_),found in kinds.items():
+        olds,news = zip(*found)
+        if not dtype.is_floating_point: new = [ts[-1] for ts in news]
+        else:
+            flat = torch.stack([torch.cat([t.flatten() for t in ts]) for ts in zip(*news)])
+            parts = _mean(flat, weights).split([o.numel() for o in olds])
+            new = [t.view(o.shape) for t,o in zip(parts, olds)]
+        copy_all(olds, new)
+
+def _mean(rows, weights):
+    "The mean of the `rows` of a tensor"
+    by = rows.new_tensor(weights)/sum(weights)
+    moves = torch.where(rows==rows[0], 0., rows-rows[0])   # a mask may have -inf
+    return rows[0]+by@moves
 
 # %% ../nbs/turns.ipynb #31e706ec
 class Hidden:
     "The hidden states of fastai's recurrent networks in `model`"
     def __init__(self, model):
-        self.ms = [m for m in model.modules() if hasattr(m, 'hidden') and has_hidden(m)]
+        self.ms = [m for m in model.modules() if has_hidden(m) and hasattr(m, 'hidden')]
 
     def let(self, states, n):
         "Let the networks have `states` of `n` samples"

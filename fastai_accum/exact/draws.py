@@ -93,7 +93,11 @@ _known = set("""bernoulli bernoulli_ rand randn randint rand_like randn_like ran
 
 def _name(func): return _names(func)[0]
 def _names(func): return func.name().split('::')[1].partition('.')   # the last is that of the overload
-def _is_known(func): return _name(func) in _known and not _names(func)[2].endswith('out')
+_by_values = {   # what they draw depends on the values of their arguments
+    aten.bernoulli.default, aten.bernoulli_.Tensor, aten.normal.Tensor_float,
+    aten.normal.float_Tensor, aten.normal.Tensor_Tensor}
+def _is_known(func):
+    return _name(func) in _known and func not in _by_values and not _names(func)[2].endswith('out')
 
 # %% ../../nbs/exact/draws.ipynb #43023040
 _instead = ("Leave exact out, or take GradientCheckpointing() or OffloadActivations() "
@@ -117,7 +121,7 @@ def _axes(x, y, n, m):
     except (TypeError,ValueError):
         _refuse(y, f"Its sizes, {x.sizes} for {n} samples and {y.sizes} for {m}, do not show "
                    "which dimension has the samples. Draw a row for each sample")
-    if any(axes) and not _is_known(y.func):
+    if not _is_known(y.func):
         hint = _by_steps if 'attention' in _name(y.func) else _instead
         _refuse(y, "We don't know how to give a slice its part of what this operation draws for "
                    "the batch", hint)
@@ -138,7 +142,7 @@ class BatchDraws:
     def __init__(self, plan, total, generators=()):
         self.plan = plan
         self.total = total
-        self.drawn = {}   # of each draw: its numbers on the host, or the generator's state before it
+        self.drawn = {}   # the numbers of each draw, on the host
         self.shared = list(generators)   # a draw without a generator of its own takes one of these
         self.ends = [(g, g.get_state()) for g in self.shared]   # each generator, after each draw
 
@@ -198,23 +202,17 @@ def __torch_dispatch__(self:SliceDraws, func, types, args=(), kwargs=None):
     return out   # such as attention without dropout
 
 # %% ../../nbs/exact/draws.ipynb #e3f078c8
-_by_values = {   # what they draw depends on the values of their arguments
-    aten.bernoulli.default, aten.bernoulli_.Tensor, aten.normal.Tensor_float,
-    aten.normal.float_Tensor, aten.normal.Tensor_Tensor}
-
 @patch
 def _part(self:SliceDraws, func, given, args, kwargs):
     "The rows of the slice in the next draw"
     draw,axes = self.batch.plan[self.at]
     g = _generator(given, kwargs)
-    keeps = _is_known(func) and func not in _by_values   # the numbers, and not the state
     def whole():
-        big = [self._grow(*o, keeps) for o in zip(given, draw.sizes, draw.strides, axes)]
+        big = [self._grow(*o) for o in zip(given, draw.sizes, draw.strides, axes)]
         a,kw = tree_unflatten(big, tree_flatten((args,kwargs))[1])
         return func(*a, **kw)
-    out = self._kept(g, whole) if keeps else self._again(g, whole)
+    out = self._kept(g, whole)
     self.at += 1
-    if not keeps and not any(axes): return out   # the same for all slices
     return _result(func, given, self._rows(out, axes[-1]), g.device)
 
 @patch
@@ -241,29 +239,14 @@ def _kept(self:SliceDraws, g, whole):
         batch.ends.append((g, g.get_state()))
     return batch.drawn[self.at]
 
-@patch
-def _again(self:SliceDraws, g, whole):
-    "What the whole batch draws with the values of this slice, from the state before the first slice"
-    now = g.get_state()
-    before = self.batch.drawn.setdefault(self.at, now)
-    g.set_state(before)
-    out = whole()
-    is_first = before is now
-    if is_first: self.batch.ends.append((g, g.get_state()))
-    else: g.set_state(now)
-    return out
-
 # %% ../../nbs/exact/draws.ipynb #fd4aeb8d
 @patch
-def _grow(self:SliceDraws, o, size, strides, axis, keeps):
-    "`o` as large as for the whole batch, with the rows of the slice if their values matter"
-    if axis is None:   # some operations fill their argument, which must stay as it is
-        return torch.empty_like(o) if keeps and isinstance(o, Tensor) else o
+def _grow(self:SliceDraws, o, size, strides, axis):
+    "`o` as large as for the whole batch"
+    if axis is None: return torch.empty_like(o) if isinstance(o, Tensor) else o   # some operations fill their argument
     big = _sized(size, axis, self.batch.total)
     if not isinstance(o, Tensor): return big[0]
     d = axis.dim
     strides = [s*big[d]//size[d] if s>strides[d]>0 else s for s in strides]
-    if 0 in strides: res = o.new_empty(big)   # an expanded tensor cannot be filled
-    else: res = torch.empty_strided(big, strides, dtype=o.dtype, device=o.device)
-    if not keeps: self._rows(res.zero_(), axis).copy_(o)
-    return res
+    if 0 in strides: return o.new_empty(big)   # an expanded tensor cannot be filled
+    return torch.empty_strided(big, strides, dtype=o.dtype, device=o.device)
