@@ -151,12 +151,12 @@ def sliced(self:Cutting, learn):
 
 # %% ../nbs/cutting.ipynb #cutt0011
 @patch
-def way(self:Cutting, learn, size=2):
+def way(self:Cutting, learn, size=2, mode=None):
     "What is proved before the first step, in slices of `size`; plain slices promise nothing"
     if not self.shows_whole: return
     kind = 'exact' if self.exact else 'coupled'
     few = copy(self)
-    vars(few).update(bs=1 if self.bs==1 else size, mode=None)
+    vars(few).update(bs=1 if self.bs==1 else size, mode=mode)
     def run(forward, yb, *xb):
         few.learn = SimpleNamespace(model=learn.model, dls=learn.dls, cbs=learn.cbs,
                                     training=True, xb=xb, yb=yb)

@@ -49,7 +49,7 @@ def guard(cb, learn, xb):
             if proof.fails: refuse(proof.way or way, model, proof, prove)
             tried.append(Tried(key, every, now, moves(now, proof), isinstance(proof, Proof)))
         if way.size:
-            looked = look(model, b, n_of(learn.dls, b), len(xb), cb.way(learn, way.size), way.split or slices, status)
+            looked = look(model, b, n_of(learn.dls, b), len(xb), cb.way(learn, way.size, cb.mode), way.split or slices, status)
             if looked.fails: refuse(way, model, looked, prove)
     finally:
         status.end()
@@ -187,8 +187,9 @@ def blamed(ways, prove):
     if not found.fails or len(ways())<2: return found
     for i,w in enumerate(ways()):
         alone = prove(lambda size=2: [ways(size)[i]])
-        if alone.fails: alone.way = w; return alone
-    found.way = ways()[0]._replace(who=' beside '.join(w.who for w in ways()))
+        alone.way = w
+        if alone.fails: return alone
+    found.of = f"beside {' and '.join(w.who for w in ways())}, {found.of}"
     return found
 
 # %% ../nbs/guard.ipynb #b3e3dd77
