@@ -96,7 +96,7 @@ def note(self:Record, sums, name, found):
     "Add up what the module `name` gets or returns"
     if name is None or not self.is_open or planning.get()!=self.depth or in_vmap(): return
     for k,x in leaves(found, ''):
-        if isinstance(x, Tensor) and x.is_floating_point() and x.ndim:
+        if isinstance(x, Tensor) and x.ndim and not x.is_complex():
             pieces = map(Tensor.double, x.detach().flatten().split(1_000_000))
             sums[len(self.grads),name,k] += len(x),sum(float((o*(o+1)).nansum()) for o in pieces)
 
