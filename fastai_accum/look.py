@@ -9,6 +9,7 @@ __all__ = ['times', 'Look', 'compared', 'Sizes', 'most', 'part', 'look']
 
 # %% ../nbs/look.ipynb #look0005
 from fastai.basics import *
+from .dry import planning
 from .devices import accelerators,free_memory,is_out_of_memory
 from .precise import full_precision
 from .private import AnyBatchNorm,TorchDispatchMode,tree_flatten
@@ -24,25 +25,28 @@ class Look(Trial):
         super().__init__(model, [b], n_inp, double=False, blind=blind, tick=tick)
 
     def contexts(self, w):
-        self.calls = Counter()
+        self.calls,self.depth = Counter(),planning.get()
         yield from super().contexts(w)
         yield full_precision()
         yield torch.no_grad()
         if self.sizes: yield self.sizes
 
     def once(self, *xb):
-        self.calls['runs'] += 1
+        self.count('runs')
         return super().once(*xb)
 
 # %% ../nbs/look.ipynb #look0009
 @patch
+def count(self:Look, name): self.calls[name] += planning.get()==self.depth   # a dry run inside of this one does not count
+
+@patch
 def draw(self:Look, func, name, *args):
-    self.calls[name] += 1
+    self.count(name)
     return super(Look, self).draw(func, name, *args)
 
 @patch
 def norm(self:Look, o, f):
-    self.calls['batch norm'] += 1
+    self.count('batch norm')
     return f() if self.sizes else super(Look, self).norm(o, f)
 
 @patch

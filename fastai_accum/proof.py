@@ -17,6 +17,7 @@ from .devices import accelerators,is_out_of_memory
 from .dry import Dry
 from .norms import AtNorms,by_itself
 from .precise import InDouble,eager,modes_stay,quiet
+from .private import no_modes
 from .record import Record,differences,first_unlike,generators_in,plain_loss
 from .state import State,everybodys,seed
 
@@ -91,7 +92,8 @@ def begin(self:Trial, moved):
     "All trained parameters train, and each run draws the same"
     for p in self.params:
         if id(p) in self.able: p.requires_grad_()
-        if moved: p.data *= 1+moved*torch.randn_like(p)
+        if moved:
+            with no_modes(): p.data *= 1+moved*torch.randn_like(p)
     seed(everybodys(self.model), 0)
     if hasattr(self.model, 'reset'): self.model.reset()
 
