@@ -165,9 +165,10 @@ def way(self:Cutting, learn, size=2, mode=None):
     split = self.split and (lambda b, bs: self.cut(learn, b, bs)[0])   # which checks the slices
     sees = 'batch norm, random numbers' if self.exact else 'the loss'
     leave = f"MicroBatch without {kind}=True is another training: {sees} and the {{}} see one slice"
+    size = self.most(learn, n_of(learn.dls, (*learn.xb,*learn.yb)))
     return Way(f'MicroBatch: {kind}=True', (self.coupled,self.exact,self.bs==1,self.split), run, leave,
-               [GradientCheckpointing().way(learn)], split, blind=not self.exact, scale=.5,
-               size=self.most(learn, n_of(learn.dls, (*learn.xb,*learn.yb))), unproved=_unproved(self) if self.exact else '')
+               [GradientCheckpointing().way(learn)], split, blind=not self.exact, scale=.5, size=size,
+               unproved=_unproved(self) if self.exact else '')
 
 def _unproved(cb):
     cb = copy(cb)
@@ -297,7 +298,9 @@ def add_hint(self:Cutting, e):
     if 'more than 1 value per channel' in str(e):
         e.add_note("MicroBatch: one slice has a single sample, and batch norm needs two; "
                    "pass a bs that leaves two or more in each slice, or see `to_group_norm` and `BatchNormEval`")
-    elif self.n and self.size<self.n and isinstance(e, (RuntimeError,ValueError,IndexError,AssertionError)):
-        if 'MicroBatch' not in str(e): e.add_note(
-            f"MicroBatch: this came while a batch of {self.n} samples was cut into slices of {self.size}. If rows belong "
-            "together, such as triplets or pairs, a slice must not cut a group: pass a bs that is a multiple of its size")
+    elif self.n and self.size<self.n and isinstance(e, _of_users) and 'MicroBatch' not in str(e):
+        e.add_note(f"MicroBatch: this came while a batch of {self.n} samples was cut into slices of {self.size}. If "
+                   "rows belong together, such as triplets or pairs, a slice must not cut a group: let bs be a "
+                   "multiple of its size")
+
+_of_users = RuntimeError,ValueError,IndexError,AssertionError

@@ -49,7 +49,8 @@ def guard(cb, learn, xb):
             if proof.fails: refuse(proof.way or way, model, proof, prove)
             tried.append(Tried(key, every, now, moves(now, proof), isinstance(proof, Proof)))
         if way.size:
-            looked = look(model, b, n_of(learn.dls, b), len(xb), cb.way(learn, way.size, cb.mode), way.split or slices, status)
+            in_slices = cb.way(learn, way.size, cb.mode)
+            looked = look(model, b, n_of(learn.dls, b), len(xb), in_slices, way.split or slices, status)
             if looked.fails: refuse(way, model, looked, prove)
     finally:
         status.end()
@@ -64,11 +65,11 @@ def _is_alone(learn):
 
 # %% ../nbs/guard.ipynb #tried001
 class Tried(NamedTuple):
-    "What was tried on a model"
-    key:str       # Settings of the callbacks, and the kind of inputs
-    able:set      # The `id` of all parameters that can be trained
-    settings:dict # Of the model
-    moves:set     # Those settings that the model changes by itself, such as a counter
+    "What was tried on a model: for which settings of callbacks and parameters, and for which of the model"
+    key:str
+    able:set
+    settings:dict
+    moves:set     # The settings that the model changes by itself, such as a counter
     proved:bool   # Whether the trial has not failed
 
     def holds(self, key, able, now):
@@ -77,7 +78,7 @@ class Tried(NamedTuple):
 
 def moves(now, proof):
     "The settings that the model has changed in the trial"
-    kept = getattr(proof, 'kept', None) or {}
+    kept = getattr(proof, 'kept', {})
     return {k for k,v in now.items() if any(off(sketch(v), o) for o in kept.get(k, ()))}
 
 def forget_failed(model):
@@ -244,8 +245,6 @@ def _hint(way, model, proof):
         return "Set model.config.use_cache=False, since the training does not need this cache. Or: "
     if again := checkpoints_itself(model):
         return f"The model recomputes by itself: call {again} first. Or: "
-    if proof.again:
-        return "The model recomputes by itself: take torch.utils.checkpoint out of its forward first. Or: "
     is_local = not proof.raised and proof.plain
     return 'If the model needs this in its forward only, take a local variable. '*is_local
 

@@ -37,7 +37,7 @@ class Look(Trial):
 
 # %% ../nbs/look.ipynb #look0009
 @patch
-def count(self:Look, name): self.calls[name] += planning.get()==self.depth   # a dry run inside of this one does not count
+def count(self:Look, name): self.calls[name] += planning.get()==self.depth   # not in a dry run inside of this one
 
 @patch
 def draw(self:Look, func, name, *args):
@@ -54,7 +54,8 @@ def learn(self:Look, record, scale, pred):
     record.predicted(pred)
     record.drawn(self.generators)
     runs = self.calls.pop('runs', 1)
-    if self.blind: record.keep([('the calls of batch norms and random draws', {k:n/runs for k,n in self.calls.items()})])
+    calls = {k:n/runs for k,n in self.calls.items()} if self.blind else {}
+    record.keep([('the calls of batch norms and random draws', calls)])
     self.tick()
 
 # %% ../nbs/look.ipynb #look0011

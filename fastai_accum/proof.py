@@ -8,7 +8,6 @@ Docs: https://fastai-accum.github.io/fastai_accum/proof.html.md"""
 __all__ = ['Way', 'Trial', 'NotTried', 'Unsteady', 'Proof', 'compare', 'begins']
 
 # %% ../nbs/proof.ipynb #6593d2fe
-import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 from fastai.basics import *
@@ -120,19 +119,6 @@ def learn(self:Trial, record, scale, pred):
     record.drawn(self.generators)
     self.tick()
 
-# %% ../nbs/proof.ipynb #0949c8b1
-@patch
-def computes_again(self:Trial):
-    "Whether the model computes parts of itself again, by `torch.utils.checkpoint`"
-    called = set()
-    def note(frame, *_): called.add(frame.f_globals.get('__name__'))
-    def forward(*b):
-        sys.setprofile(note)
-        try: return self.model.forward(*b[:self.n_inp])
-        finally: sys.setprofile(None)
-    Dry(self.model, double=self.double).run(forward, self.batches[:1], self.contexts)
-    return 'torch.utils.checkpoint' in called
-
 # %% ../nbs/proof.ipynb #0949c8b4
 class NotTried(Exception):
     "The trial itself has failed, so nothing is known"
@@ -150,7 +136,6 @@ class Proof:
     n:int=0               # How many samples the first batch has
     plain:bool=False      # Whether only numbers and texts in attributes of the model differ
     cached:bool=False     # Whether the model returns a cache, as language models of transformers
-    again:bool=False      # Whether the model computes parts of itself again, by `torch.utils.checkpoint`
     kept:dict=None        # What the whole batch has left, by name
     limit:float=0.        # Relative errors above it show
     way:Way=None          # The way that fails, if there are several
@@ -171,14 +156,14 @@ def compare(trial, ways):
     try: got = trial.run(ways)
     except Exception as e:   # whatever it is, the whole batch has not raised it; the refusal names it
         if is_out_of_memory(e): raise not_tried(e) from e
-        return Proof(raised=e, cached=ref.cached, again=trial.computes_again())
+        return Proof(raised=e, cached=ref.cached)
     tol = trial.eps**.5   # rounding is smaller
     errors = differences(got, ref)
     if max(errors.values())>tol: errors = _steady(errors, differences(whole(moved=trial.eps), ref))
     found = Proof([o for o in errors.items() if o[1]>tol], max(errors.values()), cached=ref.cached, kept=ref.kept)
     if not found.differs: return found
     found.plain = all(type(o) is not tuple or o[0]==() for k,_ in found.differs for o in ref.kept[k])
-    found.where,found.again = begins(trial, ways),trial.computes_again()
+    found.where = begins(trial, ways)
     return found
 
 def begins(trial, ways, tol=1e-6):

@@ -70,7 +70,8 @@ class Record:
     def __init__(self, model, sees_draws=True):
         store_attr()
         self.kept = defaultdict(list)   # by name, the sketches of each batch and step
-        self.given,self.returned = [defaultdict(lambda: np.zeros(2)) for _ in range(2)]   # to and by modules: rows, and a sum
+        # to and by modules: rows, and a sum
+        self.given,self.returned = [defaultdict(lambda: np.zeros(2)) for _ in range(2)]
         self.grads = []                 # of each step, the gradients by name
         self.rng = np.random.default_rng(0)
         self.is_open = False            # later in a batch, modules run for the second time

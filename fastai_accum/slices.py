@@ -62,7 +62,8 @@ def n_rows(b):
     raise _uncut(first(filter(None, [_odd(b[k]) for k in keys(b)]))
                  or f"it needs tensors with one row per sample, but has {shapes or 'none'}")
 
-def _uncut(why): return ValueError(f"MicroBatch: the batch cannot be cut: {why}; pass split=f, with f(batch, bs) -> slices")
+def _uncut(why):
+    return ValueError(f"MicroBatch: the batch cannot be cut: {why}; pass split=f, with f(batch, bs) -> slices")
 
 def _odd(o):
     "Why nobody can cut `o`, or `None`"
