@@ -79,7 +79,7 @@ class Tried(NamedTuple):
 def moves(now, proof):
     "The settings that the model has changed in the trial"
     kept = getattr(proof, 'kept', {})
-    return {k for k,v in now.items() if any(off(sketch(v), o) for o in kept.get(k, ()))}
+    return {k for k,v in now.items() if any(off(sketch(v), o)>1e-6 for o in kept.get(k, ()))}
 
 def forget_failed(model):
     "Let trials of `model` that have failed be made again, with their warning"

@@ -137,12 +137,12 @@ class Plain(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.a,self.b,self.share,self.mode = nn.Linear(6, 8),nn.Linear(8, 3),0,'own'
+        self.a,self.b,self.share,self.share_of,self.mode = nn.Linear(6, 8),nn.Linear(8, 3),0,.1,'own'
         self.double()
     def helper(self, h): return h
     def forward(self, x):
         h = self.helper(self.a(x))
-        h = h-(self.share+self.by)*h.mean(0)
+        h = h-(self.share+self.by+(self.share_of>.3))*h.mean(0)
         return self.b(torch.tanh(centre(h) if self.mode=='batch' else h))
 
 def other_forward(m, mp): mp.setattr(Plain, 'forward', lambda self, x: self.b(torch.tanh(centre(self.a(x)))))
@@ -151,13 +151,14 @@ def other_helper(m, mp): mp.setattr(Plain, 'helper', lambda self, h: centre(h))
 def hook(m, mp): m.a.register_forward_hook(lambda m, x, out: centre(out))
 def pre_hook(m, mp): m.b.register_forward_pre_hook(lambda m, xs: (centre(xs[0]),))
 def number(m, mp): m.share = 1
+def share(m, mp): m.share_of = .5
 def flag(m, mp): m.mode = 'batch'
 def of_the_class(m, mp): mp.setattr(Plain, 'by', .5)
 def other_class(m, mp):
     class Centred(nn.Linear):
         def forward(self, x): return centre(super().forward(x))
     m.a.__class__ = Centred
-changes = [other_forward,own_forward,other_helper,hook,pre_hook,number,flag,of_the_class,other_class]
+changes = [other_forward,own_forward,other_helper,hook,pre_hook,number,share,flag,of_the_class,other_class]
 
 @pytest.mark.parametrize('way', ['exact','coupled'])
 @pytest.mark.parametrize('change', changes)
