@@ -203,7 +203,7 @@ def tell_proof(way, proof, looked, took):
 
 def _seen(way, looked):
     if not looked: return ''
-    if not looked.n: return f" Your batch could not run forward as a whole ({looked.of})."
+    if not looked.n: return f" Your batch could not run forward as a whole and in slices ({looked.of})."
     only = 'rounding is large in this model, and only ' if looked.limit>.01 else ''
     return (f" {looked.n} samples of your batch run forward as in slices of {way.size}: {only}an error above "
             f"{looked.limit:.0e} would show.")

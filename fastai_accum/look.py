@@ -133,8 +133,7 @@ def look(
     while m>way.size:
         at.batches = [part(b, n, m, cut)]
         try: return compared(at, way, m)
-        except Refused: raise   # the training would raise the same
-        except Exception as e:
+        except Exception as e:   # a way that refuses this batch does so in the training, too
             if not is_out_of_memory(e): return Proof(n=0, limit=math.inf, of=f'{type(e).__name__}: {e}')
         for d in accelerators(model): free_memory(d)
         m = -(-m//2)

@@ -255,11 +255,22 @@ def test_a_model_that_cannot_run_as_a_whole(capsys):
         if len(h)>bs: raise IndexError('not so many')
         return h
     learner(Net(f), feats(), MicroBatch(bs, exact=True)).fit(1)
-    assert 'Your batch could not run forward as a whole (IndexError: not so many).' in capsys.readouterr().out
+    assert 'Your batch could not run forward as a whole and in slices (IndexError: not so many).' in capsys.readouterr().out
 
 def test_the_line_says_what_was_compared(capsys):
     learner(Plain(), feats(), MicroBatch(bs, exact=True)).fit(1)
     assert '32 samples of your batch run forward as in slices of 8: an error above 1e-08 would show.' in capsys.readouterr().out
+
+def test_a_batch_norm_of_weights(capsys):
+    "As in NFNets: without gradients nobody can tell that slices come to the same one, and the training goes on"
+    class Standardised(nn.Linear):
+        def __init__(self): super().__init__(8, 8); self.gain,self.bn = nn.Parameter(torch.ones(8)),nn.BatchNorm1d(8)
+        def forward(self, x):
+            return self.bn(F.linear(x, F.batch_norm(self.weight[None], None, None, self.gain*2, training=True)[0]))
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Linear(6,8), Standardised(), nn.Linear(8,3)).double()
+    learner(m, feats(), MicroBatch(bs, exact=True)).fit(1)
+    assert 'is proved on your model' in capsys.readouterr().out
 
 # ---- memory
 
@@ -292,7 +303,7 @@ def test_memory_that_runs_out_means_fewer_samples(monkeypatch, capsys):
     assert '16 samples of your batch run forward as in slices of 4' in capsys.readouterr().out
     monkeypatch.setattr(Look, 'run', lambda *args, **kwargs: limited(*args, **kwargs) if False else exec('raise MemoryError'))
     learner(Plain(), feats(), MicroBatch(4, coupled=True)).fit(1)
-    assert 'could not run forward as a whole (memory runs out)' in capsys.readouterr().out
+    assert 'could not run forward as a whole and in slices (memory runs out)' in capsys.readouterr().out
 
 def test_large_predictions_are_kept_in_pieces():
     "Never as a whole in float64"
