@@ -14,14 +14,14 @@ from .loop import WindowCallback,clear_gradients,in_charge
 from .processes import Alone,processes
 from .refusals import *
 from .exact.whole import Exact,refuse_long
-from .memory.checkpointing import find_blocks
+from .memory.checkpointing import GradientCheckpointing
 from .guard import guard
 from .proof import Way
 from .modes import Coupled,Plain
 from .private import compiled_in_place
 from .replace import lent
 from .devices import Autocast,accelerators,free_memory,is_out_of_memory
-from .slices import is_array,join,leaves,slices,versions
+from .slices import is_array,join,leaves,n_rows,slices,versions
 from .state import ModelState,State,arrays,everybodys,held,refuse_lazy
 from .turns import Hidden
 from .windows import batch_size,n_inputs,n_of
@@ -37,9 +37,9 @@ class Cutting(WindowCallback):
     n = None                 # samples in the batch that is being cut
     size = None              # samples in a slice of the last batch
     warned = False           # that a batch was not cut
+    guarded = ()             # the sizes of batches and slices that this fit has tried
     _stateattrs = 'window','group','mode','kept'
     fits = {}                # how many samples fit, if a batch does not, by `learn.training`
-
 
 # %% ../nbs/cutting.ipynb #ea445e74
 @patch
@@ -48,7 +48,7 @@ def begin(self:Cutting):
     learn = self.learn
     super(Cutting, self).begin()
     if is_validation(learn): return
-    self.warned,self.kept = False,None
+    self.warned,self.kept,self.guarded = False,None,()
     if self.shows_whole: refuse_lazy('MicroBatch', learn.model)
     # the loader of texts knows their lengths
     if self.exact: refuse_long(learn.model, getattr(learn.dls.train, 'res', ()))
@@ -73,6 +73,7 @@ def most(self:Cutting, learn, n):
 def cut(self:Cutting, learn, b, bs=None):
     "The slices of `b`, and the number of samples in each"
     is_batch = bs is None
+    if not self.split: n_rows(b)   # which says what cannot be cut
     if is_batch:
         self.n = n_of(learn.dls, b)
         self.size = bs = self.most(learn, self.n)
@@ -153,23 +154,24 @@ def sliced(self:Cutting, learn):
 
 # %% ../nbs/cutting.ipynb #cutt0011
 @patch
-def way(self:Cutting, learn, size=2):
+def way(self:Cutting, learn, size=2, mode=None):
     "What is proved before the first step, in slices of `size`; plain slices promise nothing"
     if not self.shows_whole: return
     kind = 'exact' if self.exact else 'coupled'
     few = copy(self)
-    vars(few).update(bs=1 if self.bs==1 else size, mode=None, kept=None)
+    vars(few).update(bs=1 if self.bs==1 else size, mode=mode, kept=None)
     def run(forward, yb, *xb):
         few.learn = SimpleNamespace(model=learn.model, dls=learn.dls, cbs=learn.cbs,
                                     training=True, xb=xb, yb=yb)
         few.mode = few.mode or few.mode_for(True)
         return few.in_slices(few.learn, forward, xb)
-    exact = dict(parts=lambda xb: self.cut_inputs(learn, xb)[0], unproved=_unproved(self)) if self.exact else {}
     split = self.split and (lambda b, bs: self.cut(learn, b, bs)[0])   # which checks the slices
-    instead = ['GradientCheckpointing()']*bool(find_blocks(get_model(learn.model))) + ['OffloadActivations()']
-    return Way(f'MicroBatch: {kind}=True', (self.coupled,self.exact,self.bs==1,self.split), run, f'{kind} out', instead,
-               split, blind=not self.exact, scale=.5, size=self.most(learn, n_of(learn.dls, (*learn.xb,*learn.yb))),
-               **exact)
+    sees = 'batch norm, random numbers' if self.exact else 'the loss'
+    leave = f"MicroBatch without {kind}=True is another training: {sees} and the {{}} see one slice"
+    size = self.most(learn, n_of(learn.dls, (*learn.xb,*learn.yb)))
+    return Way(f'MicroBatch: {kind}=True', (self.coupled,self.exact,self.bs==1,self.split), run, leave,
+               [GradientCheckpointing().way(learn)], split, blind=not self.exact, scale=.5, size=size,
+               unproved=_unproved(self) if self.exact else '')
 
 def _unproved(cb):
     cb = copy(cb)
@@ -186,10 +188,11 @@ def forward(self:Cutting, learn, forward, *xb, **kwargs):
     in_slices = partial(self.in_slices, learn, forward, xb)
     b = *xb,*learn.yb
     if learn.training:
-        n = n_of(learn.dls, b)
-        if self.prove and (size := self.most(learn, n))<n:
-            with self.mode.once(xb, size) as is_new:
-                if is_new: guard(self, learn, xb)
+        sizes = self.most(learn, n := n_of(learn.dls, b)),n
+        if self.prove and sizes[0]<n and sizes not in self.guarded:
+            self.cut_inputs(learn, xb)   # what cannot be cut has an error of its own
+            guard(self, learn, xb)
+            self.guarded += sizes,
         return in_slices()
     undo = ModelState(learn.model).restore if self.bs=='auto' else None
     return self.retry(learn, in_slices, [(b,versions(b))], undo)
@@ -263,7 +266,7 @@ def retry(self:Cutting, learn, run, seen=(), undo=None):
             res = run()
             break
         except Exception as e:
-            if undo is None or self.n is None or not is_out_of_memory(e): add_hint(e); raise
+            if undo is None or self.n is None or not is_out_of_memory(e): self.add_hint(e); raise
             self.halve(learn, seen, e)
             n = self.n
         undo()   # not sooner, because the error holds the activations
@@ -292,8 +295,15 @@ def say_size(self:Cutting, learn, n):
     if learn.training: note_batch_norm(self, learn)
 
 # %% ../nbs/cutting.ipynb #0d2aa8db
-def add_hint(e):
+@patch
+def add_hint(self:Cutting, e):
     "Say in the error `e` what to do"
     if 'more than 1 value per channel' in str(e):
         e.add_note("MicroBatch: one slice has a single sample, and batch norm needs two; "
                    "pass a bs that leaves two or more in each slice, or see `BatchNormEval`")
+    elif self.n and self.size<self.n and isinstance(e, _of_users) and 'MicroBatch' not in str(e):
+        e.add_note(f"MicroBatch: this came while a batch of {self.n} samples was cut into slices of {self.size}. If "
+                   "rows belong together, such as triplets or pairs, a slice must not cut a group: let bs be a "
+                   "multiple of its size")
+
+_of_users = RuntimeError,ValueError,IndexError,AssertionError

@@ -45,7 +45,6 @@ class Coupled:
     more = ()        # objects beside the model that it can change
     def __init__(self, micro):
         self.micro,self.model = micro,get_model(micro.learn.model)
-        self.proved = set()
         self.found = {}   # the objects that slices change, by what is switched in the model
 
     def parts(self, learn, b):
@@ -64,14 +63,6 @@ class Coupled:
         preds = one_by_one(state, forward, parts, sizes)
         self.found[key] = [*self.found.get(key, ()), *state.changed()]
         return preds
-
-    @contextmanager
-    def once(self, xb, size):
-        "Whether nothing was proved in this fit for the model as it is, and for slices of `size` of inputs like `xb`"
-        able = tuple(p.requires_grad for p in self.model.parameters())
-        key = modes(self.model),size,able,*[(o.shape,o.dtype) for _,o in leaves(xb)]
-        yield key not in self.proved
-        self.proved.add(key)
 
     def after_pred(self, learn):
         "Warn of a batch that should have been cut, and was not"

@@ -7,8 +7,8 @@ Docs: https://fastai-accum.github.io/fastai_accum/private.html.md"""
 # %% auto #0
 __all__ = ['version', 'buffer_dict', 'compiled_in_place', 'may_share', 'multiply', 'copy_all', 'mps_generator', 'attention',
            'with_events', 'own_backward', 'do_step', 'hook_dicts', 'grad_hook_dicts', 'is_compiled', 'uncompiled',
-           'push_modes', 'no_modes', 'in_vmap', 'default_arguments', 'numbers_given', 'has_hidden', 'train_metrics',
-           'split_batch', 'change_hidden']
+           'push_modes', 'no_modes', 'in_vmap', 'default_arguments', 'has_hidden', 'train_metrics', 'split_batch',
+           'change_hidden']
 
 # %% ../nbs/private.ipynb #priv0004
 import inspect
@@ -16,7 +16,6 @@ from operator import attrgetter,methodcaller
 from types import FunctionType
 from fastai.basics import *
 from torch._C._functorch import peek_interpreter_stack
-from torch._subclasses import FakeTensorMode
 from torch.nn.modules._functions import SyncBatchNorm as SyncBatchNormFunction
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.overrides import _get_current_function_mode_stack as function_modes
@@ -64,11 +63,6 @@ def in_vmap(): return peek_interpreter_stack() is not None   # tensors have no v
 def default_arguments(func):
     "The arguments of the operation `func`, with their defaults"
     return {p.name:p.default_value for p in func._schema.arguments}
-
-def numbers_given(func, args, kwargs):
-    "The numbers and flags that the operation `func` gets, without sizes and places"
-    given = zip(func._schema.arguments, [*args, *kwargs.values()])
-    return [v for p,v in given if type(v) in (int,float,bool) and str(p.type)!='int']
 
 # %% ../nbs/private.ipynb #priv0012
 _plain = F.multi_head_attention_forward

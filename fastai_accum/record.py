@@ -11,7 +11,7 @@ __all__ = ['values', 'generators_in', 'sketch', 'off', 'Record', 'plain_loss', '
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fastai.basics import *
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_hook,register_module_forward_pre_hook
 from .dry import planning
 from .private import in_vmap,no_modes
 from .slices import keys,leaves
@@ -45,13 +45,14 @@ def sketch(o, size=1000):
     if isinstance(o, Iterator): return repr(o.__reduce__())
     if not isinstance(o, (Tensor,np.ndarray,float)): return o
     x = torch.as_tensor(o).detach().to_dense().as_subclass(Tensor)   # a gradient may be sparse
-    shape = tuple(x.shape)
-    x = x.to(torch.complex128 if x.is_complex() else torch.float64).flatten()
+    shape,dtype = tuple(x.shape),torch.complex128 if x.is_complex() else torch.float64
+    x = x.flatten()
     n = len(x)//size
-    if n>1:
-        signs = torch.from_numpy(np.resize(_signs, n)).to(x)
-        x = torch.cat([signs @ x[:n*size].view(n, size), x[n*size:]])
-    return shape,x.to('cpu', copy=True)
+    if n>1:   # in pieces, since predictions may be large masks
+        signs = torch.from_numpy(np.resize(_signs, n)).to(x.device, dtype)
+        rows = zip(signs.split(1000), x[:n*size].view(n, size).split(1000))
+        x = torch.cat([sum(s @ o.to(dtype) for s,o in rows), x[n*size:].to(dtype)])
+    return shape,x.to('cpu', dtype, copy=True)
 
 # %% ../nbs/record.ipynb #3ba987a0
 def off(a, b):
@@ -68,31 +69,37 @@ class Record:
     cached = False   # whether the model returns a cache, as language models of transformers do
     def __init__(self, model, sees_draws=True):
         store_attr()
-        self.kept = defaultdict(list)                   # by name, the sketches of each batch and step
-        self.sums = defaultdict(lambda: np.zeros(2))    # of each module's outputs: rows, and a sum
-        self.grads = []                                 # of each step, the gradients by name
+        self.kept = defaultdict(list)   # by name, the sketches of each batch and step
+        # to and by modules: rows, and a sum
+        self.given,self.returned = [defaultdict(lambda: np.zeros(2)) for _ in range(2)]
+        self.grads = []                 # of each step, the gradients by name
         self.rng = np.random.default_rng(0)
-        self.is_open = False                            # later in a batch, modules run for the second time
+        self.is_open = False            # later in a batch, modules run for the second time
 
     @contextmanager
     def listening(self):
-        "A context in which the outputs of the modules are added up"
+        "A context in which the inputs and outputs of the modules are added up"
         self.depth = planning.get()   # a dry run inside of this one is not looked at
         names = {m:k for k,m in self.model.named_modules()}
-        handle = register_module_forward_hook(lambda m, _, out: m in names and self.note(names[m], out) or None)
+        def before(m, xs): self.note(self.given, names.get(m), xs)
+        def after(m, xs, kwargs, out):
+            self.note(self.given, names.get(m), kwargs)
+            self.note(self.returned, names.get(m), out)
+        handles = register_module_forward_pre_hook(before),register_module_forward_hook(after, with_kwargs=True)
         try: yield
-        finally: handle.remove()
+        finally:
+            for h in handles: h.remove()
 
 # %% ../nbs/record.ipynb #fbbf791b
 @patch
 @no_modes()
-def note(self:Record, name, out):
-    "Add up what the module `name` returns"
-    if not self.is_open or planning.get()!=self.depth or in_vmap(): return
-    for k,x in leaves(out, name):
-        if isinstance(x, Tensor) and x.is_floating_point() and x.ndim:
-            x = x.detach().double()
-            self.sums[len(self.grads),name,k] += len(x),float((x*(x+1)).nansum())
+def note(self:Record, sums, name, found):
+    "Add up what the module `name` gets or returns"
+    if name is None or not self.is_open or planning.get()!=self.depth or in_vmap(): return
+    for k,x in leaves(found, ''):
+        if isinstance(x, Tensor) and x.ndim and not x.is_complex():
+            pieces = map(Tensor.double, x.detach().flatten().split(1_000_000))
+            sums[len(self.grads),name,k] += len(x),sum(float((o*(o+1)).nansum()) for o in pieces)
 
 @patch
 @no_modes()
@@ -160,11 +167,15 @@ def differences(a, b):
     return {k:error(a.kept[k], b.kept[k]) for k in {**b.kept, **a.kept}}
 
 # %% ../nbs/record.ipynb #f8f00959
-def first_unlike(a, b):
-    "The first module whose output, or else whose gradient, is another in the record `a` than in `b`"
-    for k,(n,y) in b.sums.items():
-        m,x = a.sums[k]
-        if m==n and not math.isclose(x, y, rel_tol=1e-6, abs_tol=1e-9): return k[1]
+def first_unlike(a, b, tol=1e-6):
+    """The innermost module that gets the same in the records `a` and `b`, and returns something else; or else the
+    first whose gradient is another"""
+    def unlike(xs, ys):
+        pairs = [(k,xs[k],y) for k,y in ys.items() if k in xs]
+        return [k[:2] for k,(m,x),(n,y) in pairs if m==n and not math.isclose(x, y, rel_tol=tol, abs_tol=tol/1e3)]
+    given,returned = set(unlike(a.given, b.given)),unlike(a.returned, b.returned)
+    pred = any(v>tol for k,v in differences(a, b).items() if k.startswith('prediction'))
+    if returned or pred: return first(name for i,name in returned if (i,name) not in given) or ''
     for x,y in zip(a.grads, b.grads):
         for k in reversed(y):
             if k in x and off(x[k], y[k])>1e-6: return k.rpartition('.')[0]

@@ -59,8 +59,17 @@ def n_rows(b):
     shapes = {path:tuple(o.shape) for path,o in leaves(b) if o.ndim}
     shapes = shapes or {f'batch[{k!r}]':(len(b[k]),) for k in keys(b) if isinstance(b[k], (list,tuple,L))}
     if len({s[0] for s in shapes.values()})==1: return first(shapes.values())[0]
-    raise ValueError("MicroBatch: to be cut, a batch needs tensors with one row per sample, but this one "
-                     f"has {shapes or 'none'}; pass split=f, with f(batch, bs) -> slices")
+    raise _uncut(first(filter(None, [_odd(b[k]) for k in keys(b)]))
+                 or f"it needs tensors with one row per sample, but has {shapes or 'none'}")
+
+def _uncut(why):
+    return ValueError(f"MicroBatch: the batch cannot be cut: {why}; pass split=f, with f(batch, bs) -> slices")
+
+def _odd(o):
+    "Why nobody can cut `o`, or `None`"
+    if isinstance(o, Tensor): return None if o.layout is torch.strided else f'it has a tensor of the layout {o.layout}'
+    is_object = not is_array(o) and not isinstance(o, (Mapping,list,tuple,L)) and holds_tensors(o)
+    return f'it has a {type(o).__name__}, an object that holds tensors' if is_object else None
 
 # %% ../nbs/slices.ipynb #dc597f7f
 def slices(b, bs)->list:
@@ -69,11 +78,9 @@ def slices(b, bs)->list:
     return [like(b, [_cut(b[k], n, i, bs) for k in keys(b)]) for i in range(0, n, bs)]
 
 def _cut(o, n, i, bs):
+    if n>bs and (why := _odd(o)): raise _uncut(why)
     if is_array(o): return o[i:i+bs] if o.ndim else o
     if isinstance(o, (list,tuple,L)) and len(o)==n and not leaves(o): return o[i:i+bs]   # such as texts
-    if n>bs and not isinstance(o, (Mapping,list,tuple,L)) and holds_tensors(o):
-        raise ValueError(f"MicroBatch: the batch has a {type(o).__name__}, an object that holds tensors, "
-                         "which cannot be cut; pass split=f, with f(batch, bs) -> slices")
     return like(o, [_cut(o[k], n, i, bs) for k in keys(o)])
 
 # %% ../nbs/slices.ipynb #16ea5886

@@ -34,6 +34,7 @@ class GradientCheckpointing(Callback):
     name = 'checkpointing'   # `learn.gradient_checkpointing` is the method
     order = -100
     prove = True   # before the first step, that a block does the same twice
+    proved = False # in this fit
     def __init__(self,
         blocks:Callable|list|None=None # A list of modules, or `module -> bool`; `None` finds them
     ):
@@ -47,6 +48,7 @@ class GradientCheckpointing(Callback):
     def before_fit(self):
         "Find the blocks, so that a mistake raises an error before anything else begins"
         if is_validation(self.learn): return
+        self.proved = False
         refuse_lazy('GradientCheckpointing', self.learn.model)
         found = self.found(self.learn)
         if self.blocks is None and len(found)==1:
@@ -116,14 +118,16 @@ def way(self:GradientCheckpointing, learn, size=None):
     "What is proved before the first step"
     def run(forward, yb, *xb):
         with self.recomputing(learn): return forward(*xb)
-    return Way('GradientCheckpointing', (self.blocks,), run, 'this module out of blocks', ['OffloadActivations()'])
+    return Way('GradientCheckpointing', (self.blocks,), run, 'Or leave this module out of blocks', [])
 
 @patch
 def proving(self:GradientCheckpointing, learn):
     "A context in which a model is tried before it runs"
     forward = learn.model.forward
     def proved(*xb, **kwargs):
-        if xb and not kwargs: guard(self, learn, xb)
+        if xb and not kwargs and not self.proved:
+            guard(self, learn, xb)
+            self.proved = True
         return forward(*xb, **kwargs)
     return lent(learn.model, forward=proved)
 

@@ -1,0 +1,361 @@
+"""The batch that trains runs forward as a whole and in its slices, and a model that does something else is refused.
+
+Each kind is what users do to a batch, in several variants: as the large batch, or refused by name with the module where
+it begins. A good model must not be refused. A model that has changed between two fits is tried again."""
+import contextlib
+import pytest
+from harness import *
+from fastai_accum.all import *
+from fastai_accum import guard as the_guard,look as the_look
+from fastai_accum.look import Look,Sizes,most,part
+from fastai_accum.proof import Way
+from fastai_accum.record import sketch
+from fastai_accum.slices import Refused,slices
+from torch.nn import functional as F
+
+N,bs = 32,8
+double = torch.float64
+def g(seed): return torch.Generator().manual_seed(seed)
+def feats(n=N, k=6): return torch.randn(n, k, generator=g(0), dtype=double)
+def ids(n=N, k=7): return torch.randint(0, k, (n,), generator=g(1))
+def texts(n=N, t=12):
+    x = torch.randint(2, 20, (n,t), generator=g(2))
+    for row,k in zip(x, torch.randint(3, t+1, (n,), generator=g(3))): row[k:] = 1
+    return x
+
+class Net(nn.Module):
+    "Two layers, with what `f` does to the rows between them"
+    def __init__(self, f, **more):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a,self.b,self.f = nn.Linear(6, 8),nn.Linear(8, 3),f
+        for k,v in more.items(): setattr(self, k, v)
+        self.double()
+    def forward(self, x, *more): return self.b(torch.tanh(self.f(self, self.a(x), *more)))
+
+class Text(nn.Module):
+    "Words, with what `f` does to a batch of them"
+    def __init__(self, f):
+        super().__init__()
+        torch.manual_seed(0)
+        self.e,self.o,self.f = nn.Embedding(20, 6),nn.Linear(6, 3),f
+        self.double()
+    def forward(self, x): return self.o(torch.tanh(self.f(self, x)))
+
+def lengths(x): return (x!=1).sum(1)
+padding = dict(
+    cut=lambda m,x: m.e(x[:,:int(lengths(x).max())]).mean(1),
+    shortest=lambda m,x: m.e(x[:,:int(lengths(x).min())]).mean(1),
+    relative=lambda m,x: m.e(x).sum(1)/lengths(x).max(),
+    sorted_in_half=lambda m,x: m.e(x[lengths(x).argsort()]).cumsum(0)[lengths(x).argsort().argsort()].mean(1),
+    packed=lambda m,x: m.e(torch.where(torch.arange(x.shape[1])<lengths(x).double().mean(), x, 1)).mean(1))
+
+def same(k): return (k[:,None]==k[None]).double()
+groups = dict(
+    mean=lambda m,h,k: h-.5*same(k)@h/same(k).sum(1, keepdim=True),
+    first=lambda m,h,k: h+h[(same(k).argmax(1))],
+    count=lambda m,h,k: h*same(k).sum(1, keepdim=True),
+    scatter=lambda m,h,k: h+torch.zeros(7, 8, dtype=double).index_add(0, k, h)[k],
+    attention=lambda m,h,k: h+torch.softmax((h@h.T).masked_fill(same(k)==0, -math.inf), 1)@h)
+
+def rows_of(k): return lambda m,h: h*(1+torch.zeros(len(h), 1, dtype=double).index_fill(0, k(h), 1.))
+def size(h): return h.norm(dim=1)
+selected = dict(
+    top=rows_of(lambda h: size(h).topk(min(12, len(h))).indices), lowest=rows_of(lambda h: size(h).argsort()[:10]),
+    median=rows_of(lambda h: (size(h)>size(h).median()).nonzero()[:,0]), late=rows_of(lambda h: torch.arange(16, max(16, len(h)))),
+    largest=lambda m,h: h/h.abs().max(), rank=lambda m,h: h+size(h).argsort().argsort()[:,None]/10)
+
+def experts(capacity):
+    def run(m, h):
+        p,i = m.router(h).softmax(1).max(1)
+        out = torch.zeros_like(h)
+        for j,e in enumerate(m.experts):
+            k = capacity(m, (i==j).nonzero()[:,0], h, j)
+            if len(k): out = out.index_copy(0, k, e(h[k])*p[k,None])
+        return out
+    return run
+def moe(capacity): return Net(experts(capacity), router=nn.Linear(8,3), experts=nn.ModuleList(nn.Linear(8,8) for _ in range(3)))
+capacities = dict(
+    five=lambda m,k,h,j: k[:5], share=lambda m,k,h,j: k[:max(1, len(h)//8)], at_least=lambda m,k,h,j: k if len(k)>=6 else k[:0],
+    by_size=lambda m,k,h,j: k[size(h[k]).argsort()[:4]], half=lambda m,k,h,j: k[:len(k)//2])
+
+def checked(f):
+    def run(m, h):
+        assert torch.isfinite(h).all() and h.abs().max().item()<1e6
+        return f(h)
+    return run
+behind_asserts = dict(
+    groups_of_eight=checked(lambda h: torch.cat([o-o.mean(0) for o in h.split(12)])), item=checked(lambda h: h*h[0,0].item()),
+    mask=checked(lambda h: h+h[h[:,0]>0].mean(0)), from_sixteen=checked(lambda h: h*2 if len(h)>=16 else h),
+    chunks=checked(lambda h: torch.cat([o-o.mean(0) for o in h.chunk(2)])))
+
+kinds = {**{f'padding {k}':(lambda f=f: Text(f), texts) for k,f in padding.items()},
+         **{f'ids {k}':(lambda f=f: Net(f), lambda: (feats(),ids())) for k,f in groups.items()},
+         **{f'rows {k}':(lambda f=f: Net(f), feats) for k,f in selected.items()},
+         **{f'experts {k}':(lambda f=f: moe(f), feats) for k,f in capacities.items()},
+         **{f'assert {k}':(lambda f=f: Net(f), feats) for k,f in behind_asserts.items()}}
+
+def learner(model, xb, *cbs, loss=nn.CrossEntropyLoss(), y=None, device=None):
+    b = *tuplify(xb),classes(N) if y is None else y
+    dl = DataLoader([b]*2, bs=None, device=device)
+    dl.n_inp = len(b)-1
+    learn = Learner(DataLoaders(dl, dl), model, loss, SGD, lr=.1, default_cbs=False,
+                    cbs=[TrainEvalCallback(), Callback(before_validate=stop), *cbs])
+    return learn
+def stop(self): raise CancelValidException
+
+def trained(learn, n=1):
+    torch.manual_seed(5)
+    with contextlib.redirect_stdout(io.StringIO()): learn.fit(n)
+    return torch.cat([o.detach().flatten() for o in learn.model.state_dict().values()])
+
+def refused(learn, *says):
+    was = [o.clone() for o in learn.model.state_dict().values()]
+    with pytest.raises(Refused) as e: trained(learn)
+    assert all(torch.equal(a, b) for a,b in zip(was, learn.model.state_dict().values()))
+    for o in ('is not possible',*says): assert o in str(e.value), str(e.value)
+    return str(e.value)
+
+@pytest.mark.parametrize('way', ['exact','coupled'])
+@pytest.mark.parametrize('k', kinds)
+def test_what_a_model_does_only_with_the_batch_that_trains(k, way):
+    make,data = kinds[k]
+    said = refused(learner(make(), data(), MicroBatch(bs, **{way:True})), f'MicroBatch: {way}=True')
+    assert re.search('It begins in the (Net|Text)[. ]', said), said
+
+@pytest.mark.parametrize('k', ['ids mean','padding cut'])
+def test_on_a_device(k, device):
+    make,data = kinds[k]
+    xb = [o.to(here.device) for o in tuplify(data())]
+    refused(learner(make().to(here.device), tuple(xb), MicroBatch(bs, exact=True), device=here.device))
+
+# ---- models that change between two fits
+
+def centre(h): return h-h.mean(0)
+class Plain(nn.Module):
+    by = 0.
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a,self.b,self.share,self.share_of,self.mode = nn.Linear(6, 8),nn.Linear(8, 3),0,.1,'own'
+        self.double()
+    def helper(self, h): return h
+    def forward(self, x):
+        h = self.helper(self.a(x))
+        h = h-(self.share+self.by+(self.share_of>.3))*h.mean(0)
+        return self.b(torch.tanh(centre(h) if self.mode=='batch' else h))
+
+def other_forward(m, mp): mp.setattr(Plain, 'forward', lambda self, x: self.b(torch.tanh(centre(self.a(x)))))
+def own_forward(m, mp): m.forward = lambda x: m.b(torch.tanh(centre(m.a(x))))
+def other_helper(m, mp): mp.setattr(Plain, 'helper', lambda self, h: centre(h))
+def hook(m, mp): m.a.register_forward_hook(lambda m, x, out: centre(out))
+def pre_hook(m, mp): m.b.register_forward_pre_hook(lambda m, xs: (centre(xs[0]),))
+def number(m, mp): m.share = 1
+def share(m, mp): m.share_of = .5
+def flag(m, mp): m.mode = 'batch'
+def of_the_class(m, mp): mp.setattr(Plain, 'by', .5)
+def other_class(m, mp):
+    class Centred(nn.Linear):
+        def forward(self, x): return centre(super().forward(x))
+    m.a.__class__ = Centred
+changes = [other_forward,own_forward,other_helper,hook,pre_hook,number,share,flag,of_the_class,other_class]
+
+@pytest.mark.parametrize('way', ['exact','coupled'])
+@pytest.mark.parametrize('change', changes)
+def test_a_model_that_has_changed_between_two_fits(change, way, monkeypatch):
+    learn = learner(Plain(), feats(), MicroBatch(bs, **{way:True}))
+    trained(learn)
+    change(learn.model, monkeypatch)
+    refused(learn)
+
+class Counts(Plain):
+    "Changes numbers and flags by itself, which is no reason to prove it again"
+    def __init__(self): super().__init__(); self.n,self.is_first,self.last = 0,True,0.
+    def forward(self, x):
+        self.n,self.is_first,self.last = self.n+1,False,self.last+.5
+        return super().forward(x)
+
+@pytest.mark.parametrize('k,cb', [(Counts,lambda: GradientCheckpointing(risinstance(nn.Linear))), (Plain,lambda: MicroBatch(bs, exact=True))])
+def test_proved_once_and_looked_at_in_each_fit(k, cb, monkeypatch):
+    proofs,looks = [],[]
+    compare,compared = the_guard.compare,the_look.compared
+    monkeypatch.setattr(the_guard, 'compare', lambda *args: proofs.append(1) or compare(*args))
+    monkeypatch.setattr(the_look, 'compared', lambda *args: looks.append(1) or compared(*args))
+    learn = learner(k(), feats(), cb())
+    for i in range(3): trained(learn, 2)
+    assert len(proofs)==1 and len(looks)==(3 if k is Plain else 0)
+
+def test_each_number_of_samples_is_looked_at_once(monkeypatch):
+    seen = []
+    monkeypatch.setattr(the_look, 'compared', lambda at, way, n: seen.append((n,way.size)) or the_look.Proof(n=n, error=0.))
+    bs = [(feats(n),classes(n)) for n in (32,20,32,20,6)]
+    dl = DataLoader(bs, bs=None)
+    learn = learner(Plain(), feats(), MicroBatch(8, exact=True))
+    learn.dls = DataLoaders(dl, dl)
+    trained(learn, 2)
+    assert seen==[(32,8),(20,8)]   # six samples are not cut
+
+# ---- what a refusal says
+
+class Between(nn.Module):
+    "Computes between its children"
+    def __init__(self, f): super().__init__(); self.a,self.b,self.f = nn.Linear(8,8),nn.Linear(8,8),f
+    def forward(self, x): return self.b(self.f(self.a(x)))
+class InPlace(nn.Module):
+    def forward(self, x): return x.sub_(x.mean(0))
+class ByName(nn.Module):
+    "Calls its child with an argument by name"
+    def __init__(self): super().__init__(); self.lin = nn.Linear(8, 8)
+    def forward(self, x): return self.lin(input=centre(x))
+class Centre(nn.Module):
+    def forward(self, x): return centre(x)
+
+@pytest.mark.parametrize('late', [False,True])
+@pytest.mark.parametrize('odd,where', [
+    (lambda f: Between(f), "Between '1'"), (lambda f: nn.Sequential(nn.Linear(8,8), Between(f)), "Between '1.1'"),
+    (lambda f: ByName(), "ByName '1'"), (lambda f: nn.Sequential(Centre(), Between(noop)), "Centre '1.0'"),
+    (lambda f: nn.Sequential(nn.Tanh(), InPlace()), "InPlace '1.1'")])
+def test_the_innermost_module_that_gets_the_same(odd, where, late):
+    "Also where only the batch that trains shows it"
+    torch.manual_seed(0)
+    f = (lambda h: centre(h) if len(h)>=32 else h) if late else centre
+    m = nn.Sequential(nn.Linear(6,8), odd(f), nn.Linear(8,3)).double()
+    if late and not any(isinstance(o, Between) and o.f is f for o in m.modules()): pytest.skip('it has no branch')
+    refused(learner(m, feats(), MicroBatch(bs, coupled=True)), f'It begins in the {where}')
+
+class Begins(nn.Module):
+    "Changes its input in place, so that it cannot be computed again"
+    def __init__(self, f): super().__init__(); self.lin,self.f = nn.Linear(8, 8),f
+    def forward(self, x): return self.lin(self.f(x.mul_(2)))
+
+@pytest.mark.parametrize('odd,says', [(lambda: Between(centre),'MicroBatch: coupled=True is not'), (lambda: Begins(noop),'GradientCheckpointing: 1 changes')])
+def test_of_two_ways_the_one_that_fails_is_named(odd, says):
+    "Whichever comes first"
+    m = nn.Sequential(nn.Linear(6,8), odd(), nn.Linear(8,3)).double()
+    learn = learner(m, feats(), MicroBatch(bs, coupled=True), GradientCheckpointing([m[1]]))
+    with pytest.raises(Refused, match=says): trained(learn)
+
+def test_what_is_exact_comes_first():
+    def m(*odd): return nn.Sequential(nn.Linear(6,8), *odd, nn.Tanh(), nn.Sequential(nn.Linear(8,8), nn.Tanh()), nn.Sequential(nn.Linear(8,3))).double()
+    said = refused(learner(m(Centre()), feats(), MicroBatch(bs, exact=True)))
+    assert 'Write GradientCheckpointing() or OffloadActivations() in its place' in said
+    assert "MicroBatch without exact=True is another training: batch norm, random numbers and the Centre '1' see one slice" in said
+    said = refused(learner(m(Begins(centre)), feats(), MicroBatch(bs, exact=True)))
+    assert 'Write OffloadActivations() in its place' in said
+
+def test_a_model_that_raises_in_slices_only():
+    def f(m, h):
+        assert not 4<len(h)<16, 'too few rows'
+        return h
+    refused(learner(Net(f), feats(), MicroBatch(bs, exact=True)), 'in slices of 8 the model raises AssertionError: too few rows')
+
+def test_a_model_that_cannot_run_as_a_whole(capsys):
+    "Nobody knows then, and the line of the proof says so"
+    def f(m, h):
+        if len(h)>bs: raise IndexError('not so many')
+        return h
+    learner(Net(f), feats(), MicroBatch(bs, exact=True)).fit(1)
+    assert 'Your batch could not run forward as a whole and in slices (IndexError: not so many).' in capsys.readouterr().out
+
+def test_the_line_says_what_was_compared(capsys):
+    learner(Plain(), feats(), MicroBatch(bs, exact=True)).fit(1)
+    assert '32 samples of your batch run forward as in slices of 8: an error above 1e-08 would show.' in capsys.readouterr().out
+
+def test_a_batch_norm_of_weights(capsys):
+    "As in NFNets: without gradients nobody can tell that slices come to the same one, and the training goes on"
+    class Standardised(nn.Linear):
+        def __init__(self): super().__init__(8, 8); self.gain,self.bn = nn.Parameter(torch.ones(8)),nn.BatchNorm1d(8)
+        def forward(self, x):
+            return self.bn(F.linear(x, F.batch_norm(self.weight[None], None, None, self.gain*2, training=True)[0]))
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Linear(6,8), Standardised(), nn.Linear(8,3)).double()
+    learner(m, feats(), MicroBatch(bs, exact=True)).fit(1)
+    assert 'is proved on your model' in capsys.readouterr().out
+
+# ---- memory
+
+def wide(): return nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.Flatten(), nn.LazyLinear(3))
+
+@pytest.mark.parametrize('px,n_seen', [(8,32),(256,16)])
+def test_fewer_samples_of_large_images(px, n_seen):
+    "Without gradients, a layer of 32 large images takes more than a step with 8: decided from the size"
+    x = torch.randn(32, 3, px, px)
+    m = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 3))
+    at = Look(m, (x,), 1, True)
+    way = Way('', (), None, '', [], blind=True, size=8)
+    assert most(at, 32, way, slices)==n_seen and len(at.batches[0][0])==32
+
+def test_part_of_a_batch_comes_from_the_whole_of_it():
+    b = torch.arange(32),[str(i) for i in range(32)]
+    x,y = part(b, 32, 8, slices)
+    assert x.tolist()==list(range(0, 32, 4)) and y==[str(i) for i in x.tolist()]
+    assert part(b, 32, 40, slices) is b
+
+def test_memory_that_runs_out_means_fewer_samples(monkeypatch, capsys):
+    run,seen = Look.run,[]
+    def limited(self, *args, **kwargs):
+        n = len(self.batches[0][0])
+        seen.append(n)
+        if n>16: raise RuntimeError('CUDA out of memory')
+        return run(self, *args, **kwargs)
+    monkeypatch.setattr(Look, 'run', limited)
+    learner(Plain(), feats(), MicroBatch(4, coupled=True)).fit(1)
+    assert '16 samples of your batch run forward as in slices of 4' in capsys.readouterr().out
+    monkeypatch.setattr(Look, 'run', lambda *args, **kwargs: limited(*args, **kwargs) if False else exec('raise MemoryError'))
+    learner(Plain(), feats(), MicroBatch(4, coupled=True)).fit(1)
+    assert 'could not run forward as a whole and in slices (memory runs out)' in capsys.readouterr().out
+
+def test_large_predictions_are_kept_in_pieces():
+    "Never as a whole in float64"
+    x,largest = torch.randn(40, 100_000),[0]
+    class Watch(Sizes):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.dtype==double: largest[0] = max(largest[0], out.numel())
+            return out
+    with Watch(): sketch(x)
+    assert largest[0]<=1_000_000
+
+# ---- what cannot be cut, and groups of rows
+
+class Graph:
+    def __init__(self, x): self.x = x
+    def to(self, *args, **kwargs): return self
+layouts = dict(coo=lambda x: x.to_sparse(), csr=lambda x: x.to_sparse_csr(), graph=Graph, nested=lambda x: [Graph(x)]*3)
+
+@pytest.mark.parametrize('way', [{},dict(coupled=True),dict(exact=True)])
+@pytest.mark.parametrize('kind', layouts)
+def test_one_error_for_what_cannot_be_cut(kind, way):
+    learn = learner(Plain(), layouts[kind](feats()), MicroBatch(bs, **way))
+    with pytest.raises(ValueError, match='MicroBatch: the batch cannot be cut: it .*; pass split=f, with f.batch, bs. -> slices'): trained(learn)
+
+def triplets(p, y):
+    a,b,c = p.view(-1, 3, p.shape[1]).unbind(1)
+    return (a-b).pow(2).sum()-(a-c).pow(2).sum()+0*y.sum()
+def pairs(p, y): a,b = p[::2],p[1::2]; return ((a-b)**2).mean()
+def halves(p, y):
+    a,b = p.split(16)
+    return ((a-b)**2).mean()
+def by_four(p, y): return p.unflatten(0, (-1,16)).mean()
+def asserted(p, y): assert len(p)%32==0; return p.mean()
+
+@pytest.mark.parametrize('loss,size', [(triplets,8),(pairs,5),(halves,8),(by_four,8),(asserted,8)])
+def test_a_note_where_a_slice_cuts_a_group(loss, size):
+    learn = learner(Plain(), feats()[:30] if loss is triplets else feats(), MicroBatch(size), loss=loss, y=classes(30) if loss is triplets else None)
+    with pytest.raises((RuntimeError,ValueError,AssertionError)) as e: trained(learn)
+    assert any('MicroBatch: this came while a batch of' in o and 'a slice must not cut a group' in o for o in e.value.__notes__)
+
+# ---- good models are not refused
+
+def cnn(*norm): return nn.Sequential(nn.Conv2d(3, 8, 3, 2), *norm, nn.ReLU(), nn.Conv2d(8, 8, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+good = dict(
+    plain=lambda: (Plain(),feats()), norms=lambda: (cnn(nn.BatchNorm2d(8)),torch.randn(N,3,16,16)), groups=lambda: (cnn(nn.GroupNorm(2,8)),torch.randn(N,3,16,16)),
+    dropout=lambda: (cnn(nn.BatchNorm2d(8), nn.Dropout2d(.3)),torch.randn(N,3,16,16)), mask=lambda: (Text(lambda m,x: (m.e(x)*(x!=1)[...,None]).sum(1)/lengths(x)[:,None]),texts()),
+    item=lambda: (Net(checked(lambda h: h)),feats()), moe=lambda: (moe(lambda m,k,h,j: k),feats()))
+
+@pytest.mark.parametrize('way', ['exact','coupled'])
+@pytest.mark.parametrize('k', good)
+def test_good_models(k, way, capsys):
+    m,x = good[k]()
+    learner(m, x, MicroBatch(bs, **{way:True})).fit(1)
+    assert '32 samples of your batch run forward as in slices of 8' in capsys.readouterr().out
