@@ -801,7 +801,7 @@ def by_an_object():
 @kind(later, cbs=lambda: Switch(lambda m: setattr(m, 'on', True)))
 def by_a_flag(): return centred(lambda m: m.on)
 
-@kind(later, cbs=lambda: Switch(lambda m: setattr(m.o, 'n', 3)), limit=(E,C))
+@kind(later, cbs=lambda: Switch(lambda m: setattr(m.o, 'n', 3)))
 def by_a_flag_of_an_object(): return centred(lambda m: m.o.n>2)
 
 @kind(later, E, G, cbs=lambda: Switch(lambda m: m.drop.train()))
