@@ -101,8 +101,7 @@ def tries(does, ways, xb, few, split, size, double):
     "What to try: the unit of samples, the batches, and whether in float64"
     looks = any(w.parts for w in ways)   # whether the number of samples matters
     def cuts(unit): return [few(unit=unit)] if split else [smaller(few(unit=unit)),few(unit=unit)]
-    rows = None if split else (n_rows(xb),3)
-    units = [1]*(not looks or does_the_same(does, xb, few()[1], rows))
+    units = [1]*(not looks or does_the_same(does, xb, few()[1], None if split else (n_rows(xb),3)))
     if size and not (split and units): units.append(size)
     for is_double in (True,False) if double else (False,):
         for unit in units:
