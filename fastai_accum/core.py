@@ -66,7 +66,7 @@ def is_added(learn, cbs=()):
 
 # %% ../nbs/core.ipynb #14905154
 def _skips(dl):
-    "Whether items of fastai's loader `dl` raise `SkipItemException`, of a few that are loaded from the first to the last"
+    "Whether items of fastai's loader `dl` raise `SkipItemException`, of a few from the first to the last"
     n = getattr(dl, 'n', None) or 0
     with State(held(dl, depth=20), generators=generators()).untouched():
         return any(dl.do_item(int(i)) is None for i in np.linspace(0, n-1, min(n, max(dl.bs or 1, 16))))
@@ -84,8 +84,8 @@ def n_steps(self:Learner,
         raise ValueError("n_steps: the learner has no training loader; set `learn.dls`")
     for o in self.cbs:
         if is_a(o, 'GradientAccumulation', 'ShortEpochCallback', 'SkipToEpoch'):
-            raise ValueError(f"n_steps: fastai's {type(o).__name__} decides when to step or to stop, so nobody knows how "
-                             "often; use AccumulateStep in its place, or ask without it")
+            raise ValueError(f"n_steps: fastai's {type(o).__name__} decides when to step or to stop, so nobody knows "
+                             "how often; use AccumulateStep in its place, or ask without it")
     dl,n_procs = in_a_fit(self)
     acc = AccumulateStep(**accumulation_settings()) if is_added(self) else in_charge(self)
     if hasattr(dl, 'do_item') and _skips(dl):

@@ -410,7 +410,7 @@ def weigh(self:Window):
     try:
         with torch.no_grad(): w = f(learn.pred, *learn.yb)
     except TypeError as e:
-        e.add_note(f"{self.acc}: what the loss divides by is asked as weight(pred, *yb), here {1+len(learn.yb)} arguments")
+        e.add_note(f"{self.acc}: weight is called as weight(pred, *yb), here with {1+len(learn.yb)} arguments")
         raise
     pair = w if isinstance(w, tuple) else (w,w)
     is_count = {bool,str}.isdisjoint(map(type, pair)) and getattr(w, 'dtype', None) is not torch.bool

@@ -112,7 +112,7 @@ def explained(self:Bench, k, err, on):
 _advice = {
     'batch norm':'for a pretrained model, learn.add_cb(BatchNormEval())',
     'dropout':   'do nothing: other dropout masks are just as good',
-    'loss':      'pass what it divides by, such as weight=lambda pred, *yb: (yb[0]!=-100).sum(), or average=False for a sum',
+    'loss':      'pass what it divides by, as in weight=lambda pred, *yb: (yb[0]!=-100).sum(); average=False for a sum',
     'backward':  'in your `_backward`, add to the gradients that are there, and only what belongs to loss_grad',
     'unknown':   'rewrite the module so that it computes each sample by itself'}
 
