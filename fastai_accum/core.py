@@ -12,6 +12,7 @@ from fastai.basics import *
 from .loop import WindowCallback,in_charge
 from .processes import in_a_fit
 from .refusals import *
+from .state import State,generators,held
 
 # %% ../nbs/core.ipynb #4a01fea2
 class AccumulateStep(WindowCallback):
@@ -64,26 +65,38 @@ def is_added(learn, cbs=()):
     return bool(accumulation_settings()) and not has_own
 
 # %% ../nbs/core.ipynb #14905154
+def _skips(dl):
+    "Whether items of fastai's loader `dl` raise `SkipItemException`, of a few from the first to the last"
+    n = getattr(dl, 'n', None) or 0
+    with State(held(dl, depth=20), generators=generators()).untouched():
+        return any(dl.do_item(int(i)) is None for i in np.linspace(0, n-1, min(n, max(dl.bs or 1, 16))))
+
 @patch
 def n_steps(self:Learner,
     n_epoch:int=1 # Epochs of the fit
 )->int:
-    """How many steps the optimizer will make in a fit, for a scheduler of your own
+    """How many steps the optimizer will make in a fit, for a scheduler of your own; an error if nobody knows
 
     Example: `OneCycleLR(opt, max_lr=.1, total_steps=learn.n_steps(5))` before `learn.fit(5)`.
     https://fastai-accum.github.io/fastai_accum/core.html"""
     n_epoch = check_count('n_steps', 'n_epoch', n_epoch)
     if not self.dls or not self.dls.loaders:
         raise ValueError("n_steps: the learner has no training loader; set `learn.dls`")
-    if any(is_a(o, 'GradientAccumulation') for o in self.cbs):
-        raise ValueError("n_steps: fastai's GradientAccumulation steps when enough samples have come, so nobody knows "
-                         "how often; use AccumulateStep in its place")
+    for o in self.cbs:
+        if is_a(o, 'GradientAccumulation', 'ShortEpochCallback', 'SkipToEpoch'):
+            raise ValueError(f"n_steps: fastai's {type(o).__name__} decides when to step or to stop, so nobody knows "
+                             "how often; use AccumulateStep in its place, or ask without it")
     dl,n_procs = in_a_fit(self)
     acc = AccumulateStep(**accumulation_settings()) if is_added(self) else in_charge(self)
+    if hasattr(dl, 'do_item') and _skips(dl):
+        raise ValueError("n_steps: items of the loader raise SkipItemException, so nobody knows how many come; "
+                         "leave them out of the data")
     if acc is None: return n_epoch*len(dl)
+    check_learner(acc, self)
     fit = SimpleNamespace(dls=self.dls, n_epoch=n_epoch)
-    plans = [acc.windows(fit, dl, i, n_procs).ends for i in range(n_epoch)]
-    if None not in plans: return sum(map(len, plans))
+    plans = [acc.windows(fit, dl, i, n_procs) for i in range(n_epoch)]
+    for o in plans: check_size(acc, o)
+    if None not in [o.ends for o in plans]: return sum(map(len, plans))
     raise ValueError("n_steps: the loader has no batch size, so nobody knows how many batches "
                      f"{acc!r} puts in a window; use n_step")
 

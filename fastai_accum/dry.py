@@ -8,7 +8,6 @@ Docs: https://fastai-accum.github.io/fastai_accum/dry.html.md"""
 __all__ = ['planning', 'Dry']
 
 # %% ../nbs/dry.ipynb #d6c2261d
-from collections.abc import Iterator
 from contextlib import ExitStack,contextmanager
 from contextvars import ContextVar
 from types import FunctionType,MethodType
@@ -16,8 +15,8 @@ from fastai.basics import *
 from .precise import in_64
 from .private import grad_hook_dicts,hook_dicts
 from .replace import take_back
-from .slices import keys,tree_map
-from .state import State,arrays,container,everybodys,held,items,shared
+from .slices import tree_map
+from .state import State,arrays,everybodys,held,items,shared,with_memory
 from .threads import in_thread
 
 # %% ../nbs/dry.ipynb #e6b46bac
@@ -33,7 +32,7 @@ class Dry:
         self.is_deep = objects is None
         if self.is_deep: objects = self.find()
         if tensors is None: tensors = [*model.parameters(), *model.buffers(), *arrays(objects)]
-        self.objects,self.tensors = objects,[o for o in {id(o):o for o in tensors}.values() if _can_change(o)]
+        self.objects,self.tensors = objects,with_memory(tensors)
         self.generators = everybodys(model)
         self.changed = {}   # by `id`, the objects that a run has changed
         self.moved = set()  # the `id` of the tensors that it has changed
@@ -61,12 +60,7 @@ def find(self:Dry):
     hooks = [h for hs in self.hooks for h in hs.values()]
     owners = [getattr(h, '__self__', h) for h in hooks]   # a method has an object
     found = held(self.model, *owners, depth=20)
-    return [*{id(o):o for o in [*found, *self.hooks, *self.late, *shared]}.values()]
-
-def _can_change(o):
-    "Whether an array or a tensor has memory of its own that a run can do without"
-    if isinstance(o, np.ndarray): return o.flags.writeable
-    return o.is_leaf and o.layout is torch.strided and o.device.type!='meta' and not o.is_inference()
+    return [*{id(o):o for o in [*found, *self.hooks, *shared]}.values()]
 
 # %% ../nbs/dry.ipynb #f7fa7dfe
 planning = ContextVar('planning', default=0)   # how many dry runs are under way
@@ -103,28 +97,20 @@ def copied(self:Dry, o):
 def apart(self:Dry):
     "A block from which nothing stays"
     self.state = State(self.objects, self.tensors, self.generators, lambda o: None)
-    try:
-        for o in self.state.tensors:
-            if o.grad is not None: o.tensor.grad = None
-            o.tensor.data = self.copied(o.data)
+    # `deepcopy` raises an error for what nobody can put back, such as a generator
+    with self.state.untouched(self.copied, deepcopy if self.is_deep else noop):
         if self.is_deep: self.alone()
         yield
-    finally: self.state.restore()
 
 # %% ../nbs/dry.ipynb #34d724d9
 @patch
 def alone(self:Dry):
-    "Take away what callbacks have put into the model, and give it iterators of its own"
+    "Take away what callbacks have put into the model"
     take_back(*self.model.modules())
     for hs in self.hooks:
         for k,h in list(hs.items()):
             if isinstance(_owner(h), (Callback,Learner)): del hs[k]
     for hs in self.late: hs.clear()   # such as those that make a step
-    for now in map(container, self.objects):
-        if not isinstance(now, (dict,list)): continue
-        for k in keys(now):
-            # an error for what nobody can put back, such as a generator
-            if isinstance(now[k], Iterator) and not hasattr(now[k], '__dict__'): now[k] = copy(now[k])
 
 @patch
 def look(self:Dry):

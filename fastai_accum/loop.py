@@ -55,6 +55,12 @@ class WindowCallback(Callback):
     def __repr__(self): return f"{type(self).__name__}({arguments(self)})"
     def before_fit(self): self.begin()
 
+    def after_fit(self):
+        "Say if callbacks, or weights of 0, have left nothing of the whole fit"
+        if self.counts.n_steps or not self.counts.sizes or 'lr_finder' in vars(self.learn): return
+        warnings.warn(f"{self}: the fit has made no step: each of its {len(self.counts.sizes)} windows was cancelled, "
+                      "or has the weight 0; remove a callback that accumulates by itself", stacklevel=2)
+
     def __init_subclass__(cls):
         "A fit begins, too, if a subclass has a `before_fit` of its own"
         own = vars(cls).get('before_fit')
@@ -401,7 +407,11 @@ def weigh(self:Window):
     learn = self.learn
     given = self.acc.weight or getattr(self.epoch.slicer, 'weight', None)
     f = given or partial(loss_weight, learn.loss_func)
-    with torch.no_grad(): w = f(learn.pred, *learn.yb)
+    try:
+        with torch.no_grad(): w = f(learn.pred, *learn.yb)
+    except TypeError as e:
+        e.add_note(f"{self.acc}: weight is called as weight(pred, *yb), here with {1+len(learn.yb)} arguments")
+        raise
     pair = w if isinstance(w, tuple) else (w,w)
     is_count = {bool,str}.isdisjoint(map(type, pair)) and getattr(w, 'dtype', None) is not torch.bool
     try: divisor,weight = map(float, pair)

@@ -12,7 +12,7 @@ import io,warnings
 from contextlib import contextmanager,nullcontext,redirect_stdout
 from fastai.basics import *
 from torch.overrides import TorchFunctionMode
-from .private import is_compiled,tree_flatten,tree_map_all
+from .private import is_compiled,methods,tree_flatten,tree_map_all
 from .replace import lent
 
 # %% ../nbs/precise.ipynb #7ac114ba
@@ -37,7 +37,11 @@ def in_64(dtype):
 def double(o): return o.to(in_64(o.dtype)) if isinstance(o, Tensor) else o
 
 # %% ../nbs/precise.ipynb #6d0af9da
-def modes_stay(): return lent(torch.autograd, has_torch_function=lambda _: False)
+@contextmanager
+def modes_stay():
+    "A block in which modes look into backward passes, too"
+    def no(_): return False
+    with lent(torch.autograd, has_torch_function=no),lent(methods, has_torch_function_unary=no): yield
 
 def eager(model):
     "A block in which nothing of `model` runs compiled"

@@ -6,9 +6,9 @@ Docs: https://fastai-accum.github.io/fastai_accum/private.html.md"""
 
 # %% auto #0
 __all__ = ['version', 'buffer_dict', 'compiled_in_place', 'may_share', 'multiply', 'copy_all', 'mps_generator', 'attention',
-           'with_events', 'own_backward', 'do_step', 'hook_dicts', 'grad_hook_dicts', 'is_compiled', 'uncompiled',
-           'push_modes', 'no_modes', 'in_vmap', 'default_arguments', 'has_hidden', 'train_metrics', 'split_batch',
-           'change_hidden']
+           'with_events', 'own_backward', 'plain_backward', 'methods', 'do_step', 'hook_dicts', 'grad_hook_dicts',
+           'put_grad_hook_dicts', 'is_compiled', 'uncompiled', 'push_modes', 'no_modes', 'in_vmap', 'default_arguments',
+           'has_hidden', 'train_metrics', 'split_batch', 'change_hidden']
 
 # %% ../nbs/private.ipynb #priv0004
 import inspect
@@ -38,6 +38,8 @@ def hook_dicts(m): return [m._forward_hooks,m._forward_pre_hooks,m._backward_hoo
 def grad_hook_dicts(p):
     "The hooks of a parameter: those that see its gradient, and those that come after it is added up"
     return p._backward_hooks,p._post_accumulate_grad_hooks
+
+def put_grad_hook_dicts(p, own, late): p._backward_hooks,p._post_accumulate_grad_hooks = own,late
 
 def is_compiled(m): return hasattr(m, 'get_compiler_config') or compiled_in_place(m) is not None
 
@@ -72,6 +74,8 @@ attention = FunctionType(_plain.__code__, {**vars(F), 'has_torch_function':lambd
 # %% ../nbs/private.ipynb #priv0016
 with_events = '_with_events'   # (f, event_type, ex, final)
 own_backward = '_backward'
+plain_backward = Learner._backward
+methods = torch._tensor   # where PyTorch writes those of a tensor
 do_step = methodcaller('_do_grad_opt')
 
 def has_hidden(m): return hasattr(type(m), '_change_hidden')   # faster than to ask a module

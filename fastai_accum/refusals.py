@@ -7,7 +7,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/refusals.html.md"""
 # %% auto #0
 __all__ = ['scheduled', 'NotProved', 'is_schedule', 'check_count', 'check_flags', 'check_function', 'refuse_unknown',
            'refuse_unnamed', 'is_a', 'arguments', 'as_line', 'makes_windows', 'is_validation', 'check_learner',
-           'warn_left_out', 'check_loss', 'check_plan', 'note_batch_norm']
+           'warn_left_out', 'check_loss', 'check_plan', 'check_size', 'note_batch_norm']
 
 # %% ../nbs/refusals.ipynb #16ecd46e
 import inspect,warnings
@@ -155,7 +155,7 @@ def check_loss(acc, loss_func):
 # %% ../nbs/refusals.ipynb #cee06961
 def check_plan(acc, windows, *later):
     "Raise an error, warn or print a line if the `windows` of the first epoch, or `later` ones, do not fit"
-    for w in windows,*later: _check_size(acc, w)
+    for w in windows,*later: check_size(acc, w)
     size,bs = windows.size(0.),windows.bs
     if windows.by_samples and size<(bs or 0):
         warnings.warn(f"{acc}: {size} samples are fewer than the batch size {bs}, so each micro-batch is a "
@@ -167,7 +167,8 @@ def check_plan(acc, windows, *later):
         print(f"{acc}: {tail} of the {n} samples of an epoch reach no step, because the last window is "
               "not full and is dropped. drop_last=False keeps them")
 
-def _check_size(acc, w):
+def check_size(acc, w):
+    "Refuse windows that never step, and warn of ones that no epoch fills"
     size = w.size(0.)
     there,unit = (w.n,'samples') if w.by_samples else (w.n_batches,'micro-batches')
     msg = f"{acc}: a window of {size} {unit} is more than the {there} of an epoch"

@@ -3,6 +3,7 @@ from harness import *
 from fastai_accum.patch import *
 from fastai_accum import processes as module
 from fastai_accum.know.schedules import *
+from fastai.callback.training import ShortEpochCallback
 
 def grows(pct): return 1 if pct<.3 else 3
 ways = dict(none=list, four=lambda: AccumulateStep(4), one=lambda: AccumulateStep(1),
@@ -63,3 +64,36 @@ def test_what_cannot_be_known():
     for dls in None,DataLoaders():
         learn = Learner(dls, small_model(), nn.MSELoss())
         with pytest.raises(ValueError, match='n_steps: .*no training loader'): learn.n_steps()
+
+@pytest.mark.parametrize('cb', [lambda: ShortEpochCallback(.5, short_valid=False), lambda: ShortEpochCallback(.1), lambda: SkipToEpoch(1)])
+@pytest.mark.parametrize('way', ['none','four'])
+def test_fastais_callbacks_that_end_early(way, cb):
+    learn = make_learner(make_dls(76, 8), cbs=[*L(ways[way]()), cb()])
+    with pytest.raises(ValueError, match=f'n_steps: .*{type(cb()).__name__}.*nobody knows'): learn.n_steps(2)
+
+@pytest.mark.parametrize('skip', [range(0, 64, 2), range(1, 64, 2), range(32), range(32, 64), [0], [63]],
+                         ids=['even','odd','first half','last half','first','last'])
+def test_items_that_are_skipped(skip):
+    "A few items are loaded, and random numbers are as before"
+    learn = make_learner(make_dls(64, 8, skip=skip), cbs=AccumulateStep(4))
+    was = torch.get_rng_state(),random.getstate()
+    with pytest.raises(ValueError, match='n_steps: items of the loader raise SkipItemException'): learn.n_steps(2)
+    assert torch.equal(was[0], torch.get_rng_state()) and was[1]==random.getstate()
+
+@pytest.mark.parametrize('n,way', [(6,lambda: AccumulateStep(4, drop_last=True)), (24,lambda: AccumulateStep(4, drop_last=True)),
+                                   (24,lambda: AccumulateStep(n_samples=32, drop_last=True)),
+                                   (76,lambda: [AccumulateStep(2), AccumulateStep(3)]),
+                                   (24,lambda: AccumulateStep(lambda pct: 4, drop_last=True))])
+def test_a_fit_that_is_refused(n, way):
+    "`n_steps` says what the fit says"
+    learn = make_learner(make_dls(n, 8), cbs=way())
+    with pytest.raises(ValueError) as a: learn.n_steps(1)
+    with pytest.raises(ValueError) as b: learn.fit(1)
+    assert str(a.value) in str(b.value)
+
+def test_a_later_start():
+    "With `start_epoch=2`, the difference"
+    learn = make_learner(make_dls(76, 8), cbs=AccumulateStep(4))
+    n = learn.n_steps(5)-learn.n_steps(2)
+    learn.fit(5, start_epoch=2)
+    assert n==len(learn.spy.steps)>0

@@ -14,16 +14,14 @@ from html import escape
 from fastai.basics import *
 from ..devices import is_out_of_memory
 from ..guard import guard
-from .bench import Bench,counts,kinds,marks
-from .unchanged import first_batches,learner_state,said
-from ..loss import base_loss
+from .bench import Bench
+from .unchanged import said
 from ..microbatch import MicroBatch
-from ..patch import accumulation_settings
 from ..precise import eager,quiet
 from ..private import split_batch
 from ..record import first_unlike
 from ..refusals import NotProved,check_count
-from ..slices import Refused,leaves
+from ..slices import Refused
 from ..state import refuse_lazy
 from ..status import Status
 
@@ -31,7 +29,7 @@ from ..status import Status
 @dataclass
 class Cause:
     "One cause of a difference"
-    kind:str     # 'batch norm', 'dropout', 'loss', 'augmentation', 'callback' or 'unknown'
+    kind:str     # 'batch norm', 'dropout', 'loss', 'backward', 'augmentation', 'callback' or 'unknown'
     where:str    # Where it begins: the name of a module, of the loss or of the callback
     error:float  # Relative error of the gradient with this cause; the other causes are off
     remedy:str   # The line to write
@@ -70,9 +68,10 @@ def _repr_html_(self:Check):
 def causes(self:Bench):
     "A `Cause` for each suspect that makes an error, and for what is left"
     self.tick.begin('The causes are looked for', 12+5*len(self.suspects))
-    on = [o for o in self.suspects if not self.runs_without(o)]
+    on = [o for o in self.suspects if self.needs(o)]
     found,rest = {},0.
-    for k in ('loss', *(o for o in self.suspects if o not in on), 'batch norm', 'dropout'):
+    mixed = [k for k in self.kinds if k!='loss']
+    for k in ('loss', *(o for o in self.suspects if o not in on), *mixed):
         err = self.error([*on, k])
         is_cause = err>self.tol and abs(err-rest)>1e-6*rest
         # a module that mixes samples hides the loss
@@ -81,14 +80,17 @@ def causes(self:Bench):
         else: on,rest = [*on, k],err
     if rest>self.tol: found['unknown'] = rest,on
     self.ways = ('exact','coupled') if {'batch norm','dropout'} & {*found} else ('coupled','exact')
-    order = *kinds,*self.suspects,'unknown'
+    order = *self.all,'unknown'
     return [self.explained(k, *found[k]) for k in order if k in found]
 
+def _named(f): return getattr(f, '__name__', type(f).__name__)
+
 @patch
-def runs_without(self:Bench, o):
-    "Whether the learner makes a step without the callback `o`"
-    try: return any(self.run(self.whole, [*kinds, *(p for p in self.suspects if p is not o)]).grads)
-    except Exception: return False   # such as the `AttributeError` of what needs `o`
+def needs(self:Bench, o):
+    "Whether the learner makes no step without the callback `o`, or one with another loss"
+    try: seen = self.run(self.whole, [k for k in self.all if k is not o])
+    except Exception: return True   # such as the `AttributeError` of what needs `o`
+    return not any(seen.grads) or _named(seen.loss)!=_named(self.loss)
 
 # %% ../../nbs/know/check.ipynb #c1000014
 @patch
@@ -98,100 +100,72 @@ def explained(self:Bench, k, err, on):
     if isinstance(k, Callback):
         kind = 'augmentation' if hasattr(type(k), 'before_batch') else 'callback'
         where = type(k).__name__
-    elif k=='loss': where = getattr(self.loss, '__name__', type(self.loss).__name__)
+    elif k=='loss': where = _named(self.loss)
+    elif k=='backward': where = type(self.learn).__name__
     else:
         other = self.run(self.windows, on) if k=='unknown' else self.run(self.whole, on[:-1])
         where = first_unlike(other, self.run(self.whole, on)) or ''
         of = type(self.model.get_submodule(where)).__name__
     return Cause(kind, where or of, err, self.remedy(kind, on), of if where else '')
 
-# %% ../../nbs/know/check.ipynb #c4000005
-@patch
-def mends(self:Bench, on, way, cb=None):
-    "Whether the gradient is right in this `way`, and a fit accepts `cb`"
-    try:
-        if self.error(on, way)<=self.tol:
-            self.prove(cb)
-            return True
-    except Refused as e: self.refusals.append(said(e))
-    except Exception: pass   # whatever the learner's own code raises, the cause has other remedies
-    return False
-
-@patch
-def prove(self:Bench, cb):
-    "Raise an error if the proof of `cb` fails, or is not possible"
-    if not getattr(cb, 'shows_whole', False) or not cb.prove: return
-    cb = copy(cb)
-    cb.bs = self.size
-    self.was.put_back()
-    self.learn.remove_cbs(self.learn.cbs.filter(risinstance('WindowCallback'))).add_cb(cb)
-    split_batch(self.learn, self.batch)
-    warnings.simplefilter('error', NotProved)   # until the block of the check ends
-    guard(cb, self.learn, self.learn.xb)
-
-# %% ../../nbs/know/check.ipynb #chk00010
-@patch
-def settings(self:Bench):
-    "Callbacks in the place of the learner's own first one that may mend the loss"
-    def like(**kwargs):
-        cb = copy(self.cbs[0])
-        vars(cb).update(kwargs)
-        return cb
-    def count(i, f, pred, *yb): return f(leaves(yb)[i][1]).sum()
-    for i,(name,_) in enumerate(leaves(self.targets, 'yb')):
-        for text,f in marks.values():
-            weight = partial(count, i, f)
-            weight.__name__ = f'lambda pred, *yb: ({name}{text}).sum()'   # how it is shown
-            yield like(weight=weight)
-    if self.acc: yield from (like(average=None),like(average=False))
-
 # %% ../../nbs/know/check.ipynb #c4000007
 _advice = {
     'batch norm':'for a pretrained model, learn.add_cb(BatchNormEval())',
     'dropout':   'do nothing: other dropout masks are just as good',
+    'loss':      'pass what it divides by, as in weight=lambda pred, *yb: (yb[0]!=-100).sum(); average=False for a sum',
+    'backward':  'in your `_backward`, add to the gradients that are there, and only what belongs to loss_grad',
     'unknown':   'rewrite the module so that it computes each sample by itself'}
 
 @patch
 def remedy(self:Bench, kind, on):
-    "What to write: a line that was tried, or why it is refused; and advice"
-    self.refusals = []
-    if kind=='loss':
-        cb = first(o for o in self.settings() if self.mends(on, partial(self.windows, o)))
-        if cb: return repr(cb)
-    cbs = [MicroBatch(self.size, split=self.split, **{k:True}) for k in self.ways]
-    good = first(o for o in cbs if self.mends(on, partial(self.whole, o), o))
-    lines = [self.line(good)] if good else self.refusals
+    "What to write: the line that is seen to mend it, or why it is refused; and advice"
+    lines = []
+    for k in self.ways:
+        cb = MicroBatch(self.size, split=self.split, **{k:True})
+        try:
+            if self.error(on, partial(self.whole, cb))>self.tol: continue
+            self.prove(cb)
+            cb.bs = self.yours if self.is_own and self.yours else max(1, (self.loaded or self.size)//2)
+            is_instead = self.acc and self.is_own
+            lines = [f'{cb!r}' + ' instead of AccumulateStep, with the large batch size in the loader'*bool(is_instead)]
+            break
+        except Refused as e: lines.append(said(e))
+        except Exception: pass   # whatever the learner's own code raises, there is other advice
     if kind in _advice: lines.append(_advice[kind])
     if kind=='unknown' or not lines:
         how = ', on a GPU with OffloadActivations()'*(not self.savers)
         lines.append(f'keep the large batch in memory{how}')
     return '; or '.join(lines)
 
+# %% ../../nbs/know/check.ipynb #c4000005
 @patch
-def line(self:Bench, cb):
-    "How to write the `MicroBatch` that mends the causes"
-    bs = self.yours or self.size
-    cuts = self.is_own and (self.acc or self.cut)   # as the learner does
-    cb.bs = bs if cuts else max(1, bs//2)
-    if not cuts or not self.acc: return repr(cb)
-    instead = 'after turn_off_accumulation()' if accumulation_settings() else 'instead of AccumulateStep'
-    return f'{cb!r} {instead}, with the large batch size in the loader'
+def prove(self:Bench, cb):
+    "Raise an error if the proof of `cb` fails, or is not possible"
+    if not getattr(cb, 'shows_whole', False) or not cb.prove: return
+    cb = copy(cb)
+    cb.bs = self.size
+    warnings.simplefilter('error', NotProved)   # until the block of the check ends
+    with self.was.untouched():
+        self.learn.remove_cbs(self.learn.cbs.filter(risinstance('WindowCallback'))).add_cb(cb)
+        split_batch(self.learn, self.batch)
+        guard(cb, self.learn, self.learn.xb)
 
 # %% ../../nbs/know/check.ipynb #bnch0203
 @patch
 def check(self:Bench):
     "The result of `check_accumulation`"
     try: err = self.first_error()
-    except RuntimeError:
+    except RuntimeError as e:
         self.prove(self.cut)   # whose refusal says more
+        e.add_note('check_accumulation: the learner raises this on a few samples, and on whole batches of its loader')
         raise
     if err<=self.tol: self.prove(self.cut)
     causes = self.causes() if err>self.tol else []
-    return Check(err, causes, self.compared(causes), self.title(err, causes))
+    return Check(err, causes, self.compared(causes), self.title(err))
 
 # %% ../../nbs/know/check.ipynb #c1000012
 @patch
-def title(self:Bench, err, causes):
+def title(self:Bench, err):
     "The answer"
     how = f'relative error of the gradient {err:.2g}' if err else 'bit for bit'
     differs = err>self.tol
@@ -201,34 +175,18 @@ def title(self:Bench, err, causes):
         whole = f'your learner trains on whole batches{why}'
         return f'Nothing is wrong: {whole}. Micro-batches would {gives}'
     who = 'The micro-batches' if self.acc or self.cut else 'Your callbacks'
-    title = f"{who} {'do '*differs}{gives}"
-    seen,yours = self.size,self.yours or 0   # by batch norm
-    if getattr(self.cut, 'exact', False): seen,yours = seen*self.per_batch,self.loaded or 0
-    if seen>=yours or all(o.kind!='batch norm' for o in causes): return title
-    size = f'measured in micro-batches of {seen}; yours have {yours}'
-    return f'{title}, {size}, so the error is smaller'
+    return f"{who} {'do '*differs}{gives}"
 
 # %% ../../nbs/know/check.ipynb #chk00014
 @patch
 def compared(self:Bench, causes):
     "What was compared, in words, and what could not be"
-    batches = 'training batch' if self.n_batches==1 else f'{self.n_batches} training batches'
-    cut = f'at once and in micro-batches of at most {self.size},'
-    how = cut if self.acc or self.cut else 'without and'
+    o = self.samples
     cbs = ' and '.join(map(repr, self.cbs)) + ' as an example'*(not self.is_own)
-    said = [f'Compared: one step on {self.n} samples of the first {batches}, {how} with {cbs}. '
-            f'Everything runs in float64 on {self.device.type}.']
-    if self.is_corner: said.append('A corner of 32 pixels stands for each image.')
+    said = [f'Compared: one step on {o.said} with {cbs}. Everything runs in float64 on {self.device.type}.']
     if len(causes)>1:
         said.append('The error of a cause is measured with the others off, so they do not add up.')
-    if any(o.kind=='loss' for o in causes): return ' '.join(said)
-    if self.n_batches==1: said.append('What differs only between batches could not be compared.')
-    def are_alike(f): return all(len({*o})<2 for o in counts(self.targets, f))
-    alike = [name for name,(_,f) in marks.items() if are_alike(f)]
-    is_known = type(base_loss(self.loss)).__module__.startswith(('torch.','fastai.'))
-    if alike and not is_known:
-        said.append('Whether your loss divides by one of these could not be compared, since all '
-                    f"samples have the same number: {', '.join(alike)}.")
+    if o.n_batches==1: said.append('What differs only between batches could not be compared.')
     return ' '.join(said)
 
 # %% ../../nbs/know/check.ipynb #bnch0102
@@ -245,26 +203,14 @@ def _check_can(learn, bs):
 # %% ../../nbs/know/check.ipynb #ac824e9e
 @patch
 def check_accumulation(self:Learner,
-    bs:int=16 # Samples to compare, at most a batch, in micro-batches of at most your size
+    bs:int=16 # About how many samples to compare, in micro-batches of at most your size
 )->Check: # The result, which a notebook shows as a table
     "Check whether micro-batches give the gradient of the large batch, and if not, find the causes"
     _check_can(self, bs)
-    opt = self.opt
-    was = None
     status = Status('The gradients are compared', self, 6)
     try:
-        self.opt = None   # its state is not touched
-        was = learner_state(self, copies=False)
-        batches = first_batches(self.dls.train)
-        was.put_back()
-        with quiet(),eager(self.model): return Bench(self, was, batches, bs, status).check()
+        with quiet(),eager(self.model): return Bench(self, bs, status).check()
     except Exception as e:
-        if 'more than 1 value per channel' in str(e):
-            raise ValueError("check_accumulation: batch norm needs two samples in a micro-batch; "
-                             "pass bs=4 or more, and load batches of 4 or more") from e
         if not is_out_of_memory(e) or bs<8: raise
-    finally:
-        status.end()
-        try: was and was.restore()
-        finally: self.opt = opt
+    finally: status.end()
     return self.check_accumulation(bs//2)   # not sooner, because the error holds the activations

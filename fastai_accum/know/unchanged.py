@@ -13,28 +13,26 @@ from itertools import islice
 from fastai.basics import *
 from ..core import AccumulateStep
 from ..devices import Autocast
-from ..state import State,arrays,generators,held,refuse_lazy
+from ..private import grad_hook_dicts
+from ..state import State,arrays,generators,held,refuse_lazy,with_memory
 
 # %% ../../nbs/know/unchanged.ipynb #daea15c7
 def learner_state(learn, copies=True)->State:
     "What `learn` holds now, and the random numbers"
     model = learn.model
     refuse_lazy('a trial (what_fits, noise_scale, unchanged)', model)
-    dls = learn.dls
+    dls,opt = learn.dls,getattr(learn.opt, 'opt', learn.opt)   # of an `OptimWrapper`
     dicts = [d for m in model.modules() for d in vars(m).values() if isinstance(d, dict)]   # those of hooks too
+    dicts += [d for p in model.parameters() for d in grad_hook_dicts(p) if d is not None]   # they may hold optimizers
     objects = held(learn, *learn.cbs, *dicts, depth=20)   # the state of an optimizer or of a loader lies deep
-    data = {id(o) for o in held(dls, depth=20)}
+    apart = [dls] + [getattr(opt, 'state', None)]*(not copies)
+    data = {id(o) for o in held(*apart, depth=20)}
     own = [o for o in objects if id(o) not in data or isinstance(o, torch.utils.data.Sampler)]
-    values = {id(o):o for o in [*model.parameters(), *model.buffers(), *arrays(own)] if _can_change(o)}.values()
+    values = with_memory([*model.parameters(), *model.buffers(), *arrays(own)])
     on = {torch.device(getattr(dls, 'device', None) or 'cpu')}
     on |= {o.device for o in values if isinstance(o, Tensor)}
-    def copied(t): return t.detach().to('cpu', copy=True) if copies or not t.is_floating_point() else None
+    def copied(t): return t.detach().to('cpu', copy=True) if copies and 0 not in t.stride() else None
     return State(objects, values, generators([d for d in on if d.type!='cpu']), copied)
-
-def _can_change(o):
-    "Whether an array or a tensor has memory of its own that can be written to"
-    if isinstance(o, np.ndarray): return o.flags.writeable
-    return o.layout is torch.strided and o.device.type!='meta' and 0 not in o.stride()
 
 # %% ../../nbs/know/unchanged.ipynb #dc45f482
 class Trial(Callback):
@@ -47,16 +45,11 @@ class Trial(Callback):
 def unchanged(learn):
     "A block for a trial, without the learner's own `AccumulateStep`; afterwards the learner is as it was"
     autocast = Autocast()
-    was = learner_state(learn)
-    try:
-        for o in was.tensors:
-            if o.grad is not None: o.tensor.grad = None   # the trial would clear it in place
+    with learner_state(learn).untouched():
         learn.remove_cbs(learn.cbs.filter(risinstance(AccumulateStep)))
         learn.gather_preds = True   # loggers look for it
-        yield
-    finally:
-        autocast.restore()   # mixed precision may have stopped in a forward pass
-        was.restore()
+        try: yield
+        finally: autocast.restore()   # mixed precision may have stopped in a forward pass
 
 # %% ../../nbs/know/unchanged.ipynb #71183234
 class Given(GetAttr):
