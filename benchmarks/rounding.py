@@ -16,6 +16,8 @@ bits = {torch.float32:torch.int32, torch.float64:torch.int64}
 rounds = re.compile('mm|mv|dot|linear|conv|norm|sum|mean|var|std|softmax|loss|exp(?!and)|log|sigmoid|tanh|erf|gelu|silu|'
                     'sin|cos|pow|lstm|gru|rnn|avg_pool|attention|embedding_dense|upsample|dist|index_add|scatter_add')
 
+count_memory = 'what_fits.ipynb','images.ipynb'   # pages that give a step so many bytes, and the errors take some, too
+
 class Rounding(TorchDispatchMode):
     "Results in floating point are off by their last bit; same bits, shape and seed, same error, as on a real processor"
     def __init__(self, seed=0): super().__init__(); self.seed = seed
@@ -64,7 +66,7 @@ def main(path:str=None, # A notebook or a folder
          seed:int=0,    # Other errors
          n_workers:int=2):
     "Run notebooks as another processor would, with tolerances that are a hundred times smaller"
-    files = sorted(o.absolute() for o in nbdev_test.nbglob(path, as_path=True))
+    files = sorted(o.absolute() for o in nbdev_test.nbglob(path, as_path=True) if o.name not in count_memory)
     passed = parallel(lesson, files, seed=seed, basepath=nbdev_test.get_config().config_path, n_workers=n_workers)
     failed = [o.name for o,ok in zip(files, passed) if not ok]
     if failed: raise SystemExit('failed: '+', '.join(failed))
