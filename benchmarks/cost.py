@@ -11,6 +11,7 @@ if __name__=='__main__': keep_memory()
 warnings.filterwarnings('ignore')
 
 NET,PX,PAIRS = *README,7
+nets['ResNet-34'] = resnet(resnet34)
 
 def by_hand(bs):
     "A step of a plain loop over the batch in slices of `bs`, with the optimizer of the learner"
