@@ -35,7 +35,8 @@ def sample(cases, n=0):
 
 def drawn(n, /, **columns):
     "Call a test with a `sample` of the combinations of `columns`"
-    names = [{i:getattr(o, '__name__', str(o)) for i,o in enumerate(c)} for c in columns.values()]
+    def name(o): return getattr(o, '__name__', re.sub(' at 0x[0-9a-f]+', '', str(o)))
+    names = [{i:name(o) for i,o in enumerate(c)} for c in columns.values()]
     values = [list(c) for c in columns.values()]
     cases = sample(itertools.product(*names), n)
     return pytest.mark.parametrize(','.join(columns), [pytest.param(*[v[i] for v,i in zip(values, c)],
