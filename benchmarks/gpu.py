@@ -28,7 +28,7 @@ ways = {'the large batch':lambda bs: [], 'GradientCheckpointing':lambda bs: [Gra
         'MicroBatch':lambda bs: [MicroBatch(bs)], 'coupled=True':lambda bs: [MicroBatch(bs, coupled=True)], 'exact=True':lambda bs: [MicroBatch(bs, exact=True)]}
 whole = 'the large batch','GradientCheckpointing','OffloadActivations'   # nothing is cut
 
-def learner(net, n, cbs=(), n_batches=6, half=False):
+def learner(net, n, cbs=(), n_batches=4, half=False):
     make,batch,_ = nets[net]
     torch.manual_seed(0)
     batches = [batch(n)]*n_batches
@@ -164,14 +164,17 @@ def fits():
     return rows
 
 def tests():
-    "The tests that need a GPU, and those that run on the simulated one elsewhere"
-    res = subprocess.run([sys.executable,'-m','pytest','-q','-n','4','-p','no:cacheprovider','-rs',str(here.parent/'tests'),'-k','gpu or synchronisation_inside or on_a_device or test_exact'],
-                         cwd=here.parent, capture_output=True, text=True)
-    print(res.stdout[-9000:], res.stderr[-2000:], flush=True)
-    if res.returncode: raise AssertionError('tests have failed')
-    return res.stdout.strip().splitlines()[-1]
+    "The tests of devices and of memory, which run on the simulated accelerator elsewhere, and those that wait for a GPU"
+    files = [str(here.parent/'tests'/f'test_{o}.py') for o in ('on_a_device','exact','memory','offload','untouched','look')]
+    runs = [*files],[str(here.parent/'tests'),'-k','on_a_gpu or synchronisation_inside']
+    lines = []
+    for args in runs:
+        res = subprocess.run([sys.executable,'-m','pytest','-q','-n','8','-p','no:cacheprovider','-rfs','--tb=short',*args], cwd=here.parent, capture_output=True, text=True)
+        lines.append(res.stdout.strip().splitlines()[-1])
+        if res.returncode: raise AssertionError(f'tests have failed:\n{res.stdout[-6000:]}')
+    return lines
 
-functions = exact,out_of_memory,tests,costs,fits
+functions = exact,costs,out_of_memory,fits,tests
 
 if __name__=='__main__':
     p = argparse.ArgumentParser(); p.add_argument('--save', action='store_true'); p.add_argument('--only', nargs='*', default=()); args = p.parse_args()
