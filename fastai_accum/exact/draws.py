@@ -12,6 +12,7 @@ from collections import namedtuple
 from itertools import zip_longest
 from traceback import walk_stack
 from fastai.basics import *
+from ..coins import drawn
 from ..devices import generator_of
 from ..private import TorchDispatchMode,tree_flatten,tree_unflatten
 from ..slices import NotPossible
@@ -23,8 +24,6 @@ class Differs(NotPossible): "The model no longer does what it did before"
 # tensors and its whole numbers, `None` for other arguments, and then those of its results.
 # `where` is the module that called it, `inside` the function, such as `F.dropout`.
 Draw = namedtuple('Draw', 'func sizes strides where inside')
-
-def _is_seeded(func): return torch.Tag.nondeterministic_seeded in func.tags
 
 def _size(o):
     if isinstance(o, Tensor): return tuple(o.shape)
@@ -53,7 +52,7 @@ class Draws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if not _is_seeded(func): return func(*args, **kwargs)
+        if not drawn(func): return func(*args, **kwargs)
         given = tree_flatten((args,kwargs))[0]
         g = _generator(given, kwargs)
         before = g.get_state()
@@ -194,7 +193,7 @@ def _is_next(self:SliceDraws, func, given):
 @patch   # PyTorch would wrap it in the class, which makes it slower
 def __torch_dispatch__(self:SliceDraws, func, types, args=(), kwargs=None):
     kwargs = kwargs or {}
-    if not _is_seeded(func): return func(*args, **kwargs)
+    if not drawn(func): return func(*args, **kwargs)
     given = tree_flatten((args,kwargs))[0]
     if self._is_next(func, given): return self._part(func, given, args, kwargs)
     with Draws() as more: out = func(*args, **kwargs)
