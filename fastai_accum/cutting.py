@@ -102,11 +102,6 @@ def check_slices(dls, b, parts, bs):
 
 # %% ../nbs/cutting.ipynb #6ff7e75e
 @patch
-def parts(self:Cutting, learn, b):
-    "What the loop trains on, one after another, for the batch `b`"
-    return self.mode.parts(learn, b)
-
-@patch
 def after_pred(self:Cutting):
     if self.mode and (self.learn.training or self.valid): self.mode.after_pred(self.learn)
 

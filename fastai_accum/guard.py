@@ -40,7 +40,9 @@ def guard(cb, learn, xb):
     key = repr(([w.settings for w in ways()], [(o.ndim,o.dtype) for _,o in leaves(xb)]))
     tried,status,start = _tried.setdefault(model, []),Status(f'{way.who} is tried on your model', learn, 6),time.time()
     every = able | {id(p) for p,*_ in learn.opt.all_params()} if learn.opt else able   # after `unfreeze`, too
-    prove = partial(first_proof, model, xb=xb, yb=learn.yb, able=every, tick=status, is_alone=_is_alone(learn))
+    # no `DistributedDataParallel` that lasts holds the parameters, so their dtype may change
+    is_alone = learn.model is model or any(is_a(o, 'DistributedTrainer') for o in learn.cbs)
+    prove = partial(first_proof, model, xb=xb, yb=learn.yb, able=every, tick=status, is_alone=is_alone)
     proof = looked = None
     try:
         if not any(o.holds(key, able, now) for o in tried):
@@ -57,11 +59,6 @@ def guard(cb, learn, xb):
         took = time.time()-start
         if hasattr(getattr(learn, 'recorder', None), 'start_epoch'): learn.recorder.start_epoch += took
     if proof: tell_proof(way, proof, looked, took)
-
-def _is_alone(learn):
-    "Whether the parameters may change their dtype: no `DistributedDataParallel` that lasts holds them"
-    is_of_a_fit = any(is_a(o, 'DistributedTrainer') for o in learn.cbs)
-    return is_of_a_fit or learn.model is get_model(learn.model)
 
 # %% ../nbs/guard.ipynb #tried001
 class Tried(NamedTuple):

@@ -69,11 +69,10 @@ class WindowCallback(Callback):
             own(self)
         if own: cls.before_fit = wraps(own)(before_fit)
 
-# %% ../nbs/loop.ipynb #89ce312a
-@patch(as_prop=True)
-def is_boundary(self:WindowCallback)->bool:
-    "Whether the optimizer steps after the current micro-batch; always `False` in validation"
-    return self.window is not None and self.window.is_last and self.window.learn.training
+    @property
+    def is_boundary(self)->bool:
+        "Whether the optimizer steps after the current micro-batch; always `False` in validation"
+        return self.window is not None and self.window.is_last and self.window.learn.training
 
 # %% ../nbs/loop.ipynb #9c72bd91
 def is_on(cb, training): return cb.run and (cb.run_train if training else cb.run_valid)
@@ -180,17 +179,15 @@ class Epoch:
 
     def plan(self, i): return self.acc.windows(self.learn, self.learn.dl, i, self.group.n)
 
-# %% ../nbs/loop.ipynb #9238f099
-@patch
-def check(self:Epoch):
-    "Refuse windows and losses that cannot work in this fit"
-    acc = self.acc
-    later = range(self.learn.epoch+1, self.learn.n_epoch) if acc.varies else ()
-    check_plan(acc, self.windows, *map(self.plan, later))
-    check_loss(acc, self.learn.loss_func)
-    if self.group.synced:
-        # gradients pass through the norms of the other processes, so all need the same scale now
-        acc.scale, = self.group.sum('begins a fit', (self.windows.n or 1)/len(self.windows))
+    def check(self):
+        "Refuse windows and losses that cannot work in this fit"
+        acc = self.acc
+        later = range(self.learn.epoch+1, self.learn.n_epoch) if acc.varies else ()
+        check_plan(acc, self.windows, *map(self.plan, later))
+        check_loss(acc, self.learn.loss_func)
+        if self.group.synced:
+            # gradients pass through the norms of the other processes, so all need the same scale now
+            acc.scale, = self.group.sum('begins a fit', (self.windows.n or 1)/len(self.windows))
 
 # %% ../nbs/loop.ipynb #8fe80876
 @patch
@@ -290,7 +287,7 @@ def sum_up(self:Epoch, i, batches):
         with lent(learn, **{with_events:events}), self.group.silent():
             for b,n,is_last in batches:
                 whole = nullcontext([(b,n,True)])
-                with closing(self.slicer.parts(learn, b)) if self.slicer else whole as parts:
+                with closing(self.slicer.mode.parts(learn, b)) if self.slicer else whole as parts:
                     for part,k,ends in parts: win.run(i, part, k, is_last and ends)
     except CancelBatchException:
         for _ in batches: pass   # the loader of the large batch draws them, too
@@ -321,24 +318,22 @@ class Window:
     def __init__(self, epoch):
         self.epoch,self.acc,self.learn = epoch,epoch.acc,epoch.learn
 
-# %% ../nbs/loop.ipynb #f1af74bf
-@patch
-def run(self:Window, i, b, n, is_last):
-    "One micro-batch of `n` samples: the learner's own `one_batch`, as far as the step"
-    learn = self.learn
-    if self.is_last: run_after_batch(self.epoch.each)   # the one before seemed to be the last
-    self.micro = m = Micro(n)
-    self.n_micro += 1
-    self.is_last = is_last
-    self.acc.counts.n_micro += 1
-    learn.one_batch(i, b)
-    if m.end is None and learn.training:
-        raise RuntimeError(f"{self.acc}: a micro-batch has ended without the events of a step, "
-                           "maybe because the learner steps by itself; "
-                           "let it step through `_do_grad_opt`")
-    if m.end=='step':
-        for met in self.epoch.metrics: met.accumulate(learn)
-    if not is_last: run_after_batch(self.epoch.each)
+    def run(self, i, b, n, is_last):
+        "One micro-batch of `n` samples: the learner's own `one_batch`, as far as the step"
+        learn = self.learn
+        if self.is_last: run_after_batch(self.epoch.each)   # the one before seemed to be the last
+        self.micro = m = Micro(n)
+        self.n_micro += 1
+        self.is_last = is_last
+        self.acc.counts.n_micro += 1
+        learn.one_batch(i, b)
+        if m.end is None and learn.training:
+            raise RuntimeError(f"{self.acc}: a micro-batch has ended without the events of a step, "
+                               "maybe because the learner steps by itself; "
+                               "let it step through `_do_grad_opt`")
+        if m.end=='step':
+            for met in self.epoch.metrics: met.accumulate(learn)
+        if not is_last: run_after_batch(self.epoch.each)
 
 # %% ../nbs/loop.ipynb #435ca6b0
 class AtStep(BaseException): "Ends a micro-batch where the optimizer would step"

@@ -54,38 +54,33 @@ class Trial:
         dtypes = [p.dtype for p in self.params if p.is_floating_point()]
         self.eps = max(torch.finfo(torch.float64 if double else o).eps for o in dtypes or [torch.float32])
 
-# %% ../nbs/proof.ipynb #e69be1c1
-@patch
-def run(self:Trial, ways=(), moved=0., names=False):
-    "The `Record` of a run in these `ways`, or as a whole; with `names` of what its modules get, its weights `moved`"
-    record = Record(self.model, sees_draws=not self.blind)
-    scale = math.prod(w.scale for w in ways)
-    def contexts(w):
-        yield from self.contexts(w)
-        if names: yield record.listening()
-        self.begin(moved)
-    def forward(*b):
-        record.is_open = True
-        return self.forward(ways, *b)
-    Dry(self.model, double=self.double).run(forward, self.batches, contexts, partial(self.learn, record, scale))
-    return record
+    def run(self, ways=(), moved=0., names=False):
+        "The `Record` of a run in these `ways`, or as a whole, its weights `moved`; with `names` of what modules get"
+        record = Record(self.model, sees_draws=not self.blind)
+        scale = math.prod(w.scale for w in ways)
+        def contexts(w):
+            yield from self.contexts(w)
+            if names: yield record.listening()
+            self.begin(moved)
+        def forward(*b):
+            record.is_open = True
+            return self.forward(ways, *b)
+        Dry(self.model, double=self.double).run(forward, self.batches, contexts, partial(self.learn, record, scale))
+        return record
 
-# %% ../nbs/proof.ipynb #58e7edfa
-@patch
-def contexts(self:Trial, w):
-    "Without chance, mixed precision and compilation; `w` is the thread"
-    yield quiet(self.double)
-    yield eager(self.model)
-    for kind in {'cpu', *(d.type for d in accelerators(self.model))}: yield torch.autocast(kind, enabled=False)
-    yield modes_stay()
-    if self.double: yield InDouble()
-    yield Coins(self.draw, w)
-    if self.blind: yield AtNorms(self.norm)
+    def contexts(self, w):
+        "Without chance, mixed precision and compilation; `w` is the thread"
+        yield quiet(self.double)
+        yield eager(self.model)
+        for kind in {'cpu', *(d.type for d in accelerators(self.model))}: yield torch.autocast(kind, enabled=False)
+        yield modes_stay()
+        if self.double: yield InDouble()
+        yield Coins(self.draw, w)
+        if self.blind: yield AtNorms(self.norm)
 
-@patch
-def draw(self:Trial, *args): return (middle if self.blind else fair)(*args)
-@patch
-def norm(self:Trial, *args): return by_itself(*args)
+    def draw(self, *args): return (middle if self.blind else fair)(*args)
+
+    def norm(self, *args): return by_itself(*args)
 
 # %% ../nbs/proof.ipynb #b75cb7fa
 @patch

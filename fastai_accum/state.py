@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from functools import lru_cache
 from operator import is_
 from types import CellType,FunctionType,MethodType,ModuleType
-from typing import NamedTuple
 from fastai.basics import *
 from torch.nn.parameter import is_lazy
 from .devices import accelerators,generator_of
@@ -105,27 +104,22 @@ def _ids(vs): return list(map(id, vs))
 
 def is_as(o, was):
     "Whether `o` holds `was`"
-    if is_generator(o): return _is_at(contents(o), was)
     if isinstance(o, CellType): return contents(o) is was
+    if is_generator(o):
+        now = contents(o)
+        return torch.equal(now, was) if isinstance(now, Tensor) else pickle.dumps(now)==pickle.dumps(was)
     now = container(o)
     if isinstance(was, dict):   # nearly always
         return list(now)==list(was) and _ids(now.values())==_ids(was.values())
     return now==was if isinstance(now, set) else _ids(now)==_ids(was)
 
-def _is_at(now, was):
-    "Whether a generator is at the same place"
-    return torch.equal(now, was) if isinstance(was, Tensor) else pickle.dumps(now)==pickle.dumps(was)
-
 # %% ../nbs/state.ipynb #3f0a6c13
-class Noted(NamedTuple):
-    "A tensor, as it is now; `was` is a copy of its values, or `None`"
-    tensor:Tensor
-    data:Tensor
-    was:Tensor
-    needs_grad:bool
-    grad:Tensor
-    is_leaf:bool
-    hooks:tuple   # the dictionaries of them, or `None`
+class Noted:
+    "The tensor `t`, as it is now; `was` is a copy of its values, or `None`"
+    def __init__(self, t, was):
+        self.tensor,self.data,self.was,self.needs_grad,self.is_leaf = t,t.data,was,t.requires_grad,t.is_leaf
+        self.grad = t.grad if t.is_leaf else None
+        self.hooks = grad_hook_dicts(t)   # dictionaries, or `None`
 
     def restore(self):
         t = self.tensor
@@ -137,8 +131,6 @@ class Noted(NamedTuple):
         t.grad = self.grad
         if not all(map(is_, grad_hook_dicts(t), self.hooks)): put_grad_hook_dicts(t, *self.hooks)
 
-def _noted(t, was):
-    return Noted(t, t.data, was, t.requires_grad, t.grad if t.is_leaf else None, t.is_leaf, grad_hook_dicts(t))
 def _clone(t): return t.detach().clone()
 
 def with_memory(os):
@@ -160,7 +152,7 @@ class State:
         self.objects,self.generators = objects,generators
         self.held  = [(o, contents(o)) for o in objects]
         self.drawn = [(o, contents(o)) for o in generators]
-        self.tensors = [_noted(o, copied(o)) for o in tensors if isinstance(o, Tensor)]
+        self.tensors = [Noted(o, copied(o)) for o in tensors if isinstance(o, Tensor)]
         self.arrays  = [(o, o.copy()) for o in tensors if isinstance(o, np.ndarray)]
 
     def changed(self): return [o for o,was in self.held if not is_as(o, was)]
@@ -181,19 +173,16 @@ class State:
         res.drawn = [(o, contents(o)) for o,_ in self.drawn]
         return res
 
-# %% ../nbs/state.ipynb #3f0a6c21
-@patch
-def put_back(self:State):
-    self.hold()
-    for o in self.tensors: o.restore()
-    for o,was in self.arrays: o[...] = was
-    self.rewind()
+    def put_back(self):
+        self.hold()
+        for o in self.tensors: o.restore()
+        for o,was in self.arrays: o[...] = was
+        self.rewind()
 
-@patch
-def restore(self:State):
-    "Put everything back; if Ctrl-C comes in the meantime, once more, to the end"
-    try: self.put_back()
-    except KeyboardInterrupt: self.put_back(); raise
+    def restore(self):
+        "Put everything back; if Ctrl-C comes in the meantime, once more, to the end"
+        try: self.put_back()
+        except KeyboardInterrupt: self.put_back(); raise
 
 # %% ../nbs/state.ipynb #3f0a6c22
 def _another(it):

@@ -63,19 +63,17 @@ class Windows:
 
     def __len__(self): return self.n_batches if self.ends is None else len(self.ends)
 
-# %% ../nbs/windows.ipynb #88a0c39f
-@patch
-def plan(self:Windows):
-    "After which batches the windows end; `None` if samples count, and `dl` has no batch size"
-    if self.by_samples and not self.bs: return None
-    ends = []
-    k = 0
-    while k<self.n_batches:
-        size = self.size(k/self.n_batches)
-        left = self.n-k*self.bs if self.by_samples else self.n_batches-k
-        k += -(-size//self.bs) if self.by_samples else size
-        if left>=size or not self.drop_last: ends.append(min(k, self.n_batches))
-    return ends
+    def plan(self):
+        "After which batches the windows end; `None` if samples count, and `dl` has no batch size"
+        if self.by_samples and not self.bs: return None
+        ends = []
+        k = 0
+        while k<self.n_batches:
+            size = self.size(k/self.n_batches)
+            left = self.n-k*self.bs if self.by_samples else self.n_batches-k
+            k += -(-size//self.bs) if self.by_samples else size
+            if left>=size or not self.drop_last: ends.append(min(k, self.n_batches))
+        return ends
 
 # %% ../nbs/windows.ipynb #e2166464
 @patch

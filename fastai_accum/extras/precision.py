@@ -35,25 +35,21 @@ class GradAccumDtype(Callback):
                              f"got {dtype!r}")
         self.dtype = dtype
 
-# %% ../../nbs/extras/precision.ipynb #6a951add
-@patch
-def before_fit(self:GradAccumDtype):
-    "Check that there are windows to sum over"
-    learn = self.learn
-    if is_validation(learn): return
-    if len(learn.cbs.filter(risinstance(GradAccumDtype)))>1:
-        raise ValueError("GradAccumDtype: cbs holds more than one GradAccumDtype; keep one")
-    if not window_callbacks(learn):
-        raise ValueError("GradAccumDtype: the learner has no AccumulateStep; "
-                         "add one, for example AccumulateStep(n_step=4)")
+    def before_fit(self):
+        "Check that there are windows to sum over"
+        learn = self.learn
+        if is_validation(learn): return
+        if len(learn.cbs.filter(risinstance(GradAccumDtype)))>1:
+            raise ValueError("GradAccumDtype: cbs holds more than one GradAccumDtype; keep one")
+        if not window_callbacks(learn):
+            raise ValueError("GradAccumDtype: the learner has no AccumulateStep; "
+                             "add one, for example AccumulateStep(n_step=4)")
 
-# %% ../../nbs/extras/precision.ipynb #a5bd0350
-@patch
-def before_train(self:GradAccumDtype):
-    "Refuse a model whose gradients are added up over processes"
-    if any(isinstance(m, DistributedDataParallel) for m in self.learn.model.modules()):
-        raise ValueError("GradAccumDtype: the model is in DistributedDataParallel, and the sums of "
-                         "this callback cannot be added up over processes; remove GradAccumDtype")
+    def before_train(self):
+        "Refuse a model whose gradients are added up over processes"
+        if any(isinstance(m, DistributedDataParallel) for m in self.learn.model.modules()):
+            raise ValueError("GradAccumDtype: the model is in DistributedDataParallel, and the sums of "
+                             "this callback cannot be added up over processes; remove GradAccumDtype")
 
 # %% ../../nbs/extras/precision.ipynb #7088127e
 @patch

@@ -79,6 +79,7 @@ class Step(Callback):
 
 # %% ../../nbs/know/bench.ipynb #c1000004
 _savers = 'GradientCheckpointing','OffloadActivations'
+
 _never = ('ProgressCallback','MixedPrecision','NonNativeMixedPrecision','DistributedTrainer',
           'ParallelTrainer','WindowCallback','GradAccumDtype',*_savers)
 
@@ -104,34 +105,30 @@ class Bench:
         self.all = [*self.kinds, *self.suspects]
         self.plan()
 
-# %% ../../nbs/know/bench.ipynb #c1000005
-@patch
-def plan(self:Bench):
-    "How the learner makes micro-batches, and the batches that the samples come from"
-    dls = self.learn.dls
-    device = torch.device(getattr(dls, 'device', None) or next(self.model.parameters()).device)
-    self.device = device if has_float64(device) else torch.device('cpu')
-    bs = getattr(self.cut, 'bs', 'auto')
-    self.split = getattr(self.cut, 'split', None)
-    self.loaded = loaded = batch_size(dls.train)   # `None` if the loader does not say it
-    self.yours = loaded if bs=='auto' else min(bs, loaded or bs)
-    self.per_batch = 1 + bool(self.acc and self.cut)   # micro-batches in a batch of a window
-    self.batches = self.drawn(max(3, -(-self.most//(loaded or self.most))))
-    if not self.batches: raise ValueError("check_accumulation: the loader yields no batch")
-    self.ns = [n_of(dls, b) for b in self.batches]
-    if bs!='auto' and not self.acc and bs>=(loaded or math.inf):   # it cuts nothing
-        self.is_own = False
-        self.yours = self.cut.bs = max(1, min(self.most, self.ns[0])//2)
+    def plan(self):
+        "How the learner makes micro-batches, and the batches that the samples come from"
+        dls = self.learn.dls
+        device = torch.device(getattr(dls, 'device', None) or next(self.model.parameters()).device)
+        self.device = device if has_float64(device) else torch.device('cpu')
+        bs = getattr(self.cut, 'bs', 'auto')
+        self.split = getattr(self.cut, 'split', None)
+        self.loaded = loaded = batch_size(dls.train)   # `None` if the loader does not say it
+        self.yours = loaded if bs=='auto' else min(bs, loaded or bs)
+        self.per_batch = 1 + bool(self.acc and self.cut)   # micro-batches in a batch of a window
+        self.batches = self.drawn(max(3, -(-self.most//(loaded or self.most))))
+        if not self.batches: raise ValueError("check_accumulation: the loader yields no batch")
+        self.ns = [n_of(dls, b) for b in self.batches]
+        if bs!='auto' and not self.acc and bs>=(loaded or math.inf):   # it cuts nothing
+            self.is_own = False
+            self.yours = self.cut.bs = max(1, min(self.most, self.ns[0])//2)
 
-# %% ../../nbs/know/bench.ipynb #bnch0202
-@patch
-def drawn(self:Bench, n, times=1):
-    "The first `n` batches that the loader yields, or would yield if its batch size was `times` as large"
-    with self.was.untouched(torch.clone):
-        dl = self.learn.dls.train
-        o,k = (dl,'bs') if hasattr(dl, 'bs') else (getattr(dl, 'batch_sampler', None),'batch_size')
-        if times>1: setattr(o, k, times*getattr(o, k))
-        return first_batches(dl, n)
+    def drawn(self, n, times=1):
+        "The first `n` batches that the loader yields, or would yield if its batch size was `times` as large"
+        with self.was.untouched(torch.clone):
+            dl = self.learn.dls.train
+            o,k = (dl,'bs') if hasattr(dl, 'bs') else (getattr(dl, 'batch_sampler', None),'batch_size')
+            if times>1: setattr(o, k, times*getattr(o, k))
+            return first_batches(dl, n)
 
 # %% ../../nbs/know/bench.ipynb #bnch0211
 class Samples(NamedTuple):
@@ -252,9 +249,6 @@ def ready(self:Bench, batches, on):
     vars(learn).update(dls=dls, model=self.model, logger=noop, create_mbar=False)
     learn.gather_preds = learn.lr_finder = True   # so loggers, trackers and savers keep off
 
-@patch
-def copied(self:Bench, t): return double(t.to(self.device, copy=True))
-
 # %% ../../nbs/know/bench.ipynb #chk00008
 @patch
 def run(self:Bench, way, on, seed=0):
@@ -268,7 +262,7 @@ def run(self:Bench, way, on, seed=0):
         for o in cbs: o.weight = o.average = None
     seen = Gradients(self.model)
     fit = getattr(Learner.fit, 'fastais', Learner.fit)   # without what `turn_on_accumulation` adds
-    with self.was.untouched(self.copied):
+    with self.was.untouched(lambda t: double(t.to(self.device, copy=True))):
         self.ready(batches, on)
         self.learn.add_cbs([Step(seen, on, seed), *cbs])
         seed_all(everybodys(self.model), seed)

@@ -131,23 +131,21 @@ class Trials:
         self.n = n_of(learn.dls, self.batch)
         self.status = Status('what_fits', learn, 0)
 
-# %% ../../nbs/know/ways.ipynb #75c05337
-@patch
-@contextmanager
-def ready(self:Trials):
-    "The learner with one batch and nothing frozen; yields the warnings"
-    learn,kept = self.learn,self.learn.cbs.filter(risinstance(AccumulateStep))
-    forget_failed(get_model(learn.model))   # a proof that has failed warns again
-    told = warnings.catch_warnings(record=True, action='always')
-    with unchanged(learn),redirect_stdout(io.StringIO()),told as told:
-        learn.add_cbs(kept)
-        learn.remove_cbs(learn.cbs.filter(has_bar))
-        learn.logger = noop
-        learn.dls = copy(learn.dls)
-        batches = [self.batch]*len(learn.dls.train)*(20+n_try)
-        learn.dls.loaders = [Given(learn.dls.train, batches, self.n), *learn.dls.loaders[1:]]
-        if getattr(learn.opt, 'frozen_idx', 0): learn.opt.unfreeze()
-        yield told
+    @contextmanager
+    def ready(self):
+        "The learner with one batch and nothing frozen; yields the warnings"
+        learn,kept = self.learn,self.learn.cbs.filter(risinstance(AccumulateStep))
+        forget_failed(get_model(learn.model))   # a proof that has failed warns again
+        told = warnings.catch_warnings(record=True, action='always')
+        with unchanged(learn),redirect_stdout(io.StringIO()),told as told:
+            learn.add_cbs(kept)
+            learn.remove_cbs(learn.cbs.filter(has_bar))
+            learn.logger = noop
+            learn.dls = copy(learn.dls)
+            batches = [self.batch]*len(learn.dls.train)*(20+n_try)
+            learn.dls.loaders = [Given(learn.dls.train, batches, self.n), *learn.dls.loaders[1:]]
+            if getattr(learn.opt, 'frozen_idx', 0): learn.opt.unfreeze()
+            yield told
 
 # %% ../../nbs/know/ways.ipynb #ff339055
 @patch(as_prop=True)

@@ -20,7 +20,6 @@ from ..proof import Way
 from ..private import is_compiled
 from ..refusals import is_validation
 from ..replace import lent
-from ..slices import NotPossible
 from ..state import ModelState,everybodys,refuse_lazy
 
 # %% ../../nbs/memory/checkpointing.ipynb #15266904
@@ -80,9 +79,8 @@ def find_blocks(
 def again(name, forward, ms, generators):
     "`forward` of the modules `ms`, computed again in the backward pass"
     ms = nn.ModuleList(ms)
-    def in_place():
-        return NotPossible(f"GradientCheckpointing: {name} changes its input in place, so it cannot be computed again; "
-                           "leave it out of blocks")
+    in_place = (f"GradientCheckpointing: {name} changes its input in place, so it cannot be computed again; "
+                "leave it out of blocks")
     return Recompute(forward, lambda: ModelState(ms, generators=generators), in_place)
 
 # %% ../../nbs/memory/checkpointing.ipynb #4cb0842d
