@@ -72,6 +72,21 @@ class Dry:
         "Note what has changed so far"
         self.changed.update((id(o), o) for o in self.state.changed())
 
+    def copied(self, o):
+        "A copy of the tensor or array `o`"
+        if isinstance(o, np.ndarray): return o.copy()
+        dtype = in_64(o.dtype) if self.double else o.dtype
+        return o.detach().to(dtype, copy=True).requires_grad_(o.requires_grad)
+
+    @contextmanager
+    def apart(self):
+        "A block from which nothing stays"
+        self.state = State(self.objects, self.tensors, self.generators, lambda o: None)
+        # `deepcopy` raises an error for what nobody can put back, such as a generator
+        with self.state.untouched(self.copied, deepcopy if self.is_deep else noop):
+            if self.is_deep: self.alone()
+            yield
+
 # %% ../nbs/dry.ipynb #f7fa7dfe
 planning = ContextVar('planning', default=0)   # how many dry runs are under way
 
@@ -93,21 +108,3 @@ def run(self:Dry,
     in_thread(job)
 
 def _same(a, b): return a.dtype==b.dtype and torch.equal(a, b)
-
-# %% ../nbs/dry.ipynb #0d1ac733
-@patch
-def copied(self:Dry, o):
-    "A copy of the tensor or array `o`"
-    if isinstance(o, np.ndarray): return o.copy()
-    dtype = in_64(o.dtype) if self.double else o.dtype
-    return o.detach().to(dtype, copy=True).requires_grad_(o.requires_grad)
-
-@patch
-@contextmanager
-def apart(self:Dry):
-    "A block from which nothing stays"
-    self.state = State(self.objects, self.tensors, self.generators, lambda o: None)
-    # `deepcopy` raises an error for what nobody can put back, such as a generator
-    with self.state.untouched(self.copied, deepcopy if self.is_deep else noop):
-        if self.is_deep: self.alone()
-        yield

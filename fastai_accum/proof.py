@@ -82,6 +82,17 @@ class Trial:
 
     def norm(self, *args): return by_itself(*args)
 
+    def once(self, *xb): return self.model.forward(*xb)   # a way may have replaced it
+
+    def learn(self, record, scale, pred):
+        "The backward pass, and the step of the record"
+        record.predicted(pred)
+        for p in self.params: p.grad = None
+        torch.autograd.backward(plain_loss(pred)*scale)
+        record.stepped(scale)
+        record.drawn(self.generators)
+        self.tick()
+
 # %% ../nbs/proof.ipynb #b75cb7fa
 @patch
 def begin(self:Trial, moved):
@@ -102,19 +113,6 @@ def forward(self:Trial, ways, *b):
         return self.once(*xb)
     for w in reversed(ways): forward = partial(w.run, forward, b[self.n_inp:])
     return forward(*b[:self.n_inp])
-
-@patch
-def once(self:Trial, *xb): return self.model.forward(*xb)   # a way may have replaced it
-
-@patch
-def learn(self:Trial, record, scale, pred):
-    "The backward pass, and the step of the record"
-    record.predicted(pred)
-    for p in self.params: p.grad = None
-    torch.autograd.backward(plain_loss(pred)*scale)
-    record.stepped(scale)
-    record.drawn(self.generators)
-    self.tick()
 
 # %% ../nbs/proof.ipynb #0949c8b4
 class NotTried(Exception):

@@ -112,20 +112,19 @@ class Record:
         own = [(k,v) for k,v in values(self.model) if not isinstance(v, nn.Parameter)]
         self.keep(leaves(pred, 'prediction'), own)
 
-# %% ../nbs/record.ipynb #8d47ca45
-@patch
-@no_modes()
-def stepped(self:Record, scale=1.):
-    "The gradients of a batch, `scale` times as large as they are, have been added up"
-    found = {k:sketch(p.grad) for k,p in self.model.named_parameters() if p.grad is not None}
-    grads = {k:(shape,x/scale) for k,(shape,x) in found.items()}
-    self.kept['the gradient'].append((tuple(grads), torch.cat([torch.zeros(0), *(x for _,x in grads.values())])))
-    self.grads.append(grads)
-    self.keep(values(self.model))
-    for p in self.model.parameters():
-        if p.requires_grad: self.move(p)
-    self.let_go()
+    @no_modes()
+    def stepped(self, scale=1.):
+        "The gradients of a batch, `scale` times as large as they are, have been added up"
+        found = {k:sketch(p.grad) for k,p in self.model.named_parameters() if p.grad is not None}
+        grads = {k:(shape,x/scale) for k,(shape,x) in found.items()}
+        self.kept['the gradient'].append((tuple(grads), torch.cat([torch.zeros(0), *(x for _,x in grads.values())])))
+        self.grads.append(grads)
+        self.keep(values(self.model))
+        for p in self.model.parameters():
+            if p.requires_grad: self.move(p)
+        self.let_go()
 
+# %% ../nbs/record.ipynb #8d47ca45
 @patch
 def move(self:Record, p):
     "Change about ten thousand numbers of the parameter `p`"

@@ -147,21 +147,19 @@ class Trials:
             if getattr(learn.opt, 'frozen_idx', 0): learn.opt.unfreeze()
             yield told
 
-# %% ../../nbs/know/ways.ipynb #ff339055
-@patch(as_prop=True)
-def norms(self:Trials):
-    "Whether slices change what batch norm sees"
-    has_norm = any(isinstance(m, AnyBatchNorm) for m in self.learn.model.modules())
-    return has_norm and not any(is_a(o, 'BatchNormEval') for o in self.learn.cbs)
+    @property
+    def norms(self):
+        "Whether slices change what batch norm sees"
+        has_norm = any(isinstance(m, AnyBatchNorm) for m in self.learn.model.modules())
+        return has_norm and not any(is_a(o, 'BatchNormEval') for o in self.learn.cbs)
 
-@patch
-def what_changes(self:Trials, cbs):
-    "What is not as with the whole batch in a training with `cbs`, in words"
-    cut = first(cbs, risinstance(MicroBatch))
-    if cut is None or cut.exact: return 'nothing'
-    draws = any('Dropout' in type(m).__name__ and getattr(m, 'p', 1) for m in self.learn.model.modules())
-    changes = [f'batch norm sees {cut.bs} of {self.n}']*self.norms + ['other dropout masks']*draws
-    return ', '.join(changes) or 'as the check says'
+    def what_changes(self, cbs):
+        "What is not as with the whole batch in a training with `cbs`, in words"
+        cut = first(cbs, risinstance(MicroBatch))
+        if cut is None or cut.exact: return 'nothing'
+        draws = any('Dropout' in type(m).__name__ and getattr(m, 'p', 1) for m in self.learn.model.modules())
+        changes = [f'batch norm sees {cut.bs} of {self.n}']*self.norms + ['other dropout masks']*draws
+        return ', '.join(changes) or 'as the check says'
 
 # %% ../../nbs/know/ways.ipynb #0e43727e
 @patch
