@@ -49,7 +49,7 @@ def best_of(ways):
 @dataclass(repr=False)
 class Fits:
     "The result of `what_fits`"
-    ways:list  # A `Way` for each line that was tried; the first is the learner as it is
+    ways:list  # A `Row` for each line that was tried; the first is the learner as it is
     budget:int # Bytes that a step may take
     note:str   # What was measured, and what was left out
 
