@@ -130,6 +130,13 @@ class Bench:
             if times>1: setattr(o, k, times*getattr(o, k))
             return first_batches(dl, n)
 
+    def take(self, samples):
+        "Train on these `samples` in float64 from now on"
+        def on_device(b): return tree_map(lambda o: double(torch.as_tensor(o).to(self.device)), b)
+        self.samples,self.size = samples,samples.size
+        self.batch,self.parts = on_device(samples.batch),list(map(on_device, samples.parts))
+        self.runs = {}   # what was seen of each way
+
 # %% ../../nbs/know/bench.ipynb #bnch0211
 class Samples(NamedTuple):
     "What a step trains on"
@@ -187,15 +194,6 @@ def whole_batches(bench):
         if n_of(bench.learn.dls, large)==sum(ns):
             yield Samples(large, parts, size, k, said % 'as the batch that the loader makes of them', not joined)
     for b in joined: yield Samples(b, parts, size, k, said % 'joined')
-
-# %% ../../nbs/know/bench.ipynb #bnch0007
-@patch
-def take(self:Bench, samples):
-    "Train on these `samples` in float64 from now on"
-    def on_device(b): return tree_map(lambda o: double(torch.as_tensor(o).to(self.device)), b)
-    self.samples,self.size = samples,samples.size
-    self.batch,self.parts = on_device(samples.batch),list(map(on_device, samples.parts))
-    self.runs = {}   # what was seen of each way
 
 # %% ../../nbs/know/bench.ipynb #chk00007
 @patch
