@@ -15,7 +15,7 @@ from fastai.basics import *
 from ..core import AccumulateStep
 from ..devices import Autocast,api,counts_memory,free_memory,is_out_of_memory,synchronize
 from ..guard import forget_failed
-from .unchanged import Given,Aside,first_batches,said,unchanged
+from .unchanged import Given,Beside,first_batches,said,unchanged
 from ..microbatch import MicroBatch
 from ..private import AnyBatchNorm
 from ..refusals import NotProved,as_line,is_a
@@ -82,14 +82,14 @@ def largest_batch(learn):
 # %% ../../nbs/know/ways.ipynb #17272b9d
 n_try = 3   # steps to measure in each way, after one that warms up
 
-class Once(Aside):
+class Once(Beside):
     "Ends the fit at the first predictions"
     order = -math.inf   # before callbacks that keep what the model returns, as those of RNNs do
     def before_fit(self): self.autocast = Autocast()
     def after_pred(self): raise CancelFitException
     def after_fit(self): self.autocast.restore()   # mixed precision would close it after the loss
 
-class Meter(Aside):
+class Meter(Beside):
     "Ends the fit after a step to warm up and `n_try` more, or one more if it takes over 5 seconds"
     order = math.inf   # the last one in `before_step`, so nobody has cancelled the step
     made = 0   # steps
