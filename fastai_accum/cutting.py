@@ -41,48 +41,43 @@ class Cutting(WindowCallback):
     _stateattrs = 'window','group','mode','kept'
     fits = {}                # how many samples fit, if a batch does not, by `learn.training`
 
-# %% ../nbs/cutting.ipynb #ea445e74
-@patch
-def begin(self:Cutting):
-    "Refuse what cannot work, too"
-    learn = self.learn
-    super(Cutting, self).begin()
-    if is_validation(learn): return
-    self.warned,self.kept,self.guarded = False,None,()
-    if self.shows_whole: refuse_lazy('MicroBatch', learn.model)
-    # the loader of texts knows their lengths
-    if self.exact: refuse_long(learn.model, getattr(learn.dls.train, 'res', ()))
-    if hasattr(get_model(learn.model), 'reset') and not Hidden(learn.model).ms:
-        raise ValueError("MicroBatch: the model has a reset(), so it carries a state from batch to "
-                         "batch, and only that of AWD-LSTM can be cut; use a smaller batch size in "
-                         "the loader, and AccumulateStep")
-    bs = batch_size(learn.dls.train)
-    if self.bs!='auto' and bs and self.bs>bs:
-        is_alone = in_charge(learn) is self
-        more = "; for steps of more samples than a batch has, add AccumulateStep"*is_alone
-        warnings.warn(f"MicroBatch: bs={self.bs} is above the batch size {bs} of the loader, so no batch is "
-                      f"cut{more}", stacklevel=2)
+    def begin(self):
+        "Refuse what cannot work, too"
+        learn = self.learn
+        super().begin()
+        if is_validation(learn): return
+        self.warned,self.kept,self.guarded = False,None,()
+        if self.shows_whole: refuse_lazy('MicroBatch', learn.model)
+        # the loader of texts knows their lengths
+        if self.exact: refuse_long(learn.model, getattr(learn.dls.train, 'res', ()))
+        if hasattr(get_model(learn.model), 'reset') and not Hidden(learn.model).ms:
+            raise ValueError("MicroBatch: the model has a reset(), so it carries a state from batch to "
+                             "batch, and only that of AWD-LSTM can be cut; use a smaller batch size in "
+                             "the loader, and AccumulateStep")
+        bs = batch_size(learn.dls.train)
+        if self.bs!='auto' and bs and self.bs>bs:
+            is_alone = in_charge(learn) is self
+            more = "; for steps of more samples than a batch has, add AccumulateStep"*is_alone
+            warnings.warn(f"MicroBatch: bs={self.bs} is above the batch size {bs} of the loader, so no batch is "
+                          f"cut{more}", stacklevel=2)
 
-# %% ../nbs/cutting.ipynb #8f8ff8ca
-@patch
-def most(self:Cutting, learn, n):
-    "The most samples in a slice of a batch of `n`"
-    return min(n, self.fits.get(learn.training, n)) if self.bs=='auto' else self.bs
+    def most(self, learn, n):
+        "The most samples in a slice of a batch of `n`"
+        return min(n, self.fits.get(learn.training, n)) if self.bs=='auto' else self.bs
 
-@patch
-def cut(self:Cutting, learn, b, bs=None):
-    "The slices of `b`, and the number of samples in each"
-    is_batch = bs is None
-    if not self.split: n_rows(b)   # which says what cannot be cut
-    if is_batch:
-        self.n = n_of(learn.dls, b)
-        self.size = bs = self.most(learn, self.n)
-    parts = (self.split or slices)(b, bs)
-    if self.split: check_slices(learn.dls, b, parts, bs)
-    # processes wait for each other at each `SyncBatchNorm`
-    if is_batch and learn.training and self.group.synced and not self.exact:
-        self.group.sum(f'cuts a batch into {len(parts)} slices')
-    return parts,[n_of(learn.dls, o) for o in parts]
+    def cut(self, learn, b, bs=None):
+        "The slices of `b`, and the number of samples in each"
+        is_batch = bs is None
+        if not self.split: n_rows(b)   # which says what cannot be cut
+        if is_batch:
+            self.n = n_of(learn.dls, b)
+            self.size = bs = self.most(learn, self.n)
+        parts = (self.split or slices)(b, bs)
+        if self.split: check_slices(learn.dls, b, parts, bs)
+        # processes wait for each other at each `SyncBatchNorm`
+        if is_batch and learn.training and self.group.synced and not self.exact:
+            self.group.sum(f'cuts a batch into {len(parts)} slices')
+        return parts,[n_of(learn.dls, o) for o in parts]
 
 # %% ../nbs/cutting.ipynb #8dbfd8af
 def check_slices(dls, b, parts, bs):
@@ -101,11 +96,6 @@ def check_slices(dls, b, parts, bs):
                      f"got {sizes or type(parts).__name__}")
 
 # %% ../nbs/cutting.ipynb #6ff7e75e
-@patch
-def parts(self:Cutting, learn, b):
-    "What the loop trains on, one after another, for the batch `b`"
-    return self.mode.parts(learn, b)
-
 @patch
 def after_pred(self:Cutting):
     if self.mode and (self.learn.training or self.valid): self.mode.after_pred(self.learn)
@@ -170,13 +160,7 @@ def way(self:Cutting, learn, size=2, mode=None):
     leave = f"MicroBatch without {kind}=True is another training: {sees} and the {{}} see one slice"
     size = self.most(learn, n_of(learn.dls, (*learn.xb,*learn.yb)))
     return Way(f'MicroBatch: {kind}=True', (self.coupled,self.exact,self.bs==1,self.split), run, leave,
-               [GradientCheckpointing().way(learn)], split, blind=not self.exact, scale=.5, size=size,
-               unproved=_unproved(self) if self.exact else '')
-
-def _unproved(cb):
-    cb = copy(cb)
-    vars(cb).update(prove=False)
-    return as_line(cb)
+               [GradientCheckpointing().way(learn)], split, blind=not self.exact, scale=.5, size=size)
 
 # %% ../nbs/cutting.ipynb #c7a39c50
 @patch

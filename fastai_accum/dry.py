@@ -19,6 +19,19 @@ from .slices import tree_map
 from .state import State,arrays,everybodys,held,items,shared,with_memory
 from .threads import in_thread
 
+# %% ../nbs/dry.ipynb #e5932207
+def _owner(h):
+    "The object to which the hook `h` belongs: a callback, if there is one"
+    for _ in range(5):
+        if isinstance(h, Callback): break
+        if isinstance(h, MethodType): inner = h.__self__
+        elif isinstance(h, partial): inner = h.func
+        else: inner = getattr(h, 'hook_func', None)   # of a `Hook` of fastai
+        if inner is None: break
+        h = inner
+    cells = [v for _,v in items(h)] if isinstance(h, FunctionType) else []
+    return first(cells, risinstance((Callback,Learner))) or h
+
 # %% ../nbs/dry.ipynb #e6b46bac
 class Dry:
     "Runs of `model` from which nothing stays: the model works on copies of its own tensors, in place"
@@ -37,30 +50,42 @@ class Dry:
         self.changed = {}   # by `id`, the objects that a run has changed
         self.moved = set()  # the `id` of the tensors that it has changed
 
-# %% ../nbs/dry.ipynb #e5932207
-def _owner(h):
-    "The object to which the hook `h` belongs: a callback, if there is one"
-    for _ in range(5):
-        if isinstance(h, Callback): break
-        if isinstance(h, MethodType): inner = h.__self__
-        elif isinstance(h, partial): inner = h.func
-        else: inner = getattr(h, 'hook_func', None)   # of a `Hook` of fastai
-        if inner is None: break
-        h = inner
-    cells = [v for _,v in items(h)] if isinstance(h, FunctionType) else []
-    return first(cells, risinstance((Callback,Learner))) or h
+    def find(self):
+        "All that the model and its hooks hold"
+        own = [grad_hook_dicts(p) for p in self.model.parameters()]
+        self.hooks = [hs for m in self.model.modules() for hs in hook_dicts(m)] + [hs for hs,_ in own if hs]
+        self.late = [hs for _,hs in own if hs]
+        hooks = [h for hs in self.hooks for h in hs.values()]
+        owners = [getattr(h, '__self__', h) for h in hooks]   # a method has an object
+        found = held(self.model, *owners, depth=20)
+        return [*{id(o):o for o in [*found, *self.hooks, *shared]}.values()]
 
-# %% ../nbs/dry.ipynb #1cce3c24
-@patch
-def find(self:Dry):
-    "All that the model and its hooks hold"
-    own = [grad_hook_dicts(p) for p in self.model.parameters()]
-    self.hooks = [hs for m in self.model.modules() for hs in hook_dicts(m)] + [hs for hs,_ in own if hs]
-    self.late = [hs for _,hs in own if hs]
-    hooks = [h for hs in self.hooks for h in hs.values()]
-    owners = [getattr(h, '__self__', h) for h in hooks]   # a method has an object
-    found = held(self.model, *owners, depth=20)
-    return [*{id(o):o for o in [*found, *self.hooks, *shared]}.values()]
+    def alone(self):
+        "Take away what callbacks have put into the model"
+        take_back(*self.model.modules())
+        for hs in self.hooks:
+            for k,h in list(hs.items()):
+                if isinstance(_owner(h), (Callback,Learner)): del hs[k]
+        for hs in self.late: hs.clear()   # such as those that make a step
+
+    def look(self):
+        "Note what has changed so far"
+        self.changed.update((id(o), o) for o in self.state.changed())
+
+    def copied(self, o):
+        "A copy of the tensor or array `o`"
+        if isinstance(o, np.ndarray): return o.copy()
+        dtype = in_64(o.dtype) if self.double else o.dtype
+        return o.detach().to(dtype, copy=True).requires_grad_(o.requires_grad)
+
+    @contextmanager
+    def apart(self):
+        "A block from which nothing stays"
+        self.state = State(self.objects, self.tensors, self.generators, lambda o: None)
+        # `deepcopy` raises an error for what nobody can put back, such as a generator
+        with self.state.untouched(self.copied, deepcopy if self.is_deep else noop):
+            if self.is_deep: self.alone()
+            yield
 
 # %% ../nbs/dry.ipynb #f7fa7dfe
 planning = ContextVar('planning', default=0)   # how many dry runs are under way
@@ -83,36 +108,3 @@ def run(self:Dry,
     in_thread(job)
 
 def _same(a, b): return a.dtype==b.dtype and torch.equal(a, b)
-
-# %% ../nbs/dry.ipynb #0d1ac733
-@patch
-def copied(self:Dry, o):
-    "A copy of the tensor or array `o`"
-    if isinstance(o, np.ndarray): return o.copy()
-    dtype = in_64(o.dtype) if self.double else o.dtype
-    return o.detach().to(dtype, copy=True).requires_grad_(o.requires_grad)
-
-@patch
-@contextmanager
-def apart(self:Dry):
-    "A block from which nothing stays"
-    self.state = State(self.objects, self.tensors, self.generators, lambda o: None)
-    # `deepcopy` raises an error for what nobody can put back, such as a generator
-    with self.state.untouched(self.copied, deepcopy if self.is_deep else noop):
-        if self.is_deep: self.alone()
-        yield
-
-# %% ../nbs/dry.ipynb #34d724d9
-@patch
-def alone(self:Dry):
-    "Take away what callbacks have put into the model"
-    take_back(*self.model.modules())
-    for hs in self.hooks:
-        for k,h in list(hs.items()):
-            if isinstance(_owner(h), (Callback,Learner)): del hs[k]
-    for hs in self.late: hs.clear()   # such as those that make a step
-
-@patch
-def look(self:Dry):
-    "Note what has changed so far"
-    self.changed.update((id(o), o) for o in self.state.changed())

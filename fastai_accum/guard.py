@@ -20,7 +20,7 @@ from .look import look
 from .private import hook_dicts
 from .proof import NotTried,Proof,Trial,Unsteady,compare
 from .record import off,sketch,values
-from .refusals import NotProved,is_a
+from .refusals import NotProved,as_line,is_a
 from .replace import Lent
 from .slices import NotPossible,Refused,is_floating,join,leaves,n_rows,slices,tree_map
 from .state import items
@@ -40,12 +40,14 @@ def guard(cb, learn, xb):
     key = repr(([w.settings for w in ways()], [(o.ndim,o.dtype) for _,o in leaves(xb)]))
     tried,status,start = _tried.setdefault(model, []),Status(f'{way.who} is tried on your model', learn, 6),time.time()
     every = able | {id(p) for p,*_ in learn.opt.all_params()} if learn.opt else able   # after `unfreeze`, too
-    prove = partial(first_proof, model, xb=xb, yb=learn.yb, able=every, tick=status, is_alone=_is_alone(learn))
+    # no `DistributedDataParallel` that lasts holds the parameters, so their dtype may change
+    is_alone = learn.model is model or any(is_a(o, 'DistributedTrainer') for o in learn.cbs)
+    prove = partial(first_proof, model, xb=xb, yb=learn.yb, able=every, tick=status, is_alone=is_alone)
     proof = looked = None
     try:
         if not any(o.holds(key, able, now) for o in tried):
             proof = blamed(ways, prove)
-            if isinstance(proof, NotTried) and way.unproved: refuse_unproved(way, proof)
+            if isinstance(proof, NotTried) and getattr(cb, 'exact', False): refuse_unproved(cb, way, proof)
             if proof.fails: refuse(proof.way or way, model, proof, prove)
             tried.append(Tried(key, every, now, moves(now, proof), isinstance(proof, Proof)))
         if way.size:
@@ -57,11 +59,6 @@ def guard(cb, learn, xb):
         took = time.time()-start
         if hasattr(getattr(learn, 'recorder', None), 'start_epoch'): learn.recorder.start_epoch += took
     if proof: tell_proof(way, proof, looked, took)
-
-def _is_alone(learn):
-    "Whether the parameters may change their dtype: no `DistributedDataParallel` that lasts holds them"
-    is_of_a_fit = any(is_a(o, 'DistributedTrainer') for o in learn.cbs)
-    return is_of_a_fit or learn.model is get_model(learn.model)
 
 # %% ../nbs/guard.ipynb #tried001
 class Tried(NamedTuple):
@@ -154,10 +151,10 @@ def smaller(b):
 # %% ../nbs/guard.ipynb #09e8b2c6
 def tries(few, split, size, double):
     "What to try: the unit of samples, the batches, and whether in float64"
-    def cuts(unit): return [few(unit=unit)] if split else [smaller(few(unit=unit)),few(unit=unit)]
     for is_double in (True,False) if double else (False,):
         for unit in [1,size] if size and not split else [1]:   # some models want a multiple of some number
-            for batches in cuts(unit): yield unit,batches,is_double
+            if not split: yield unit,smaller(few(unit=unit)),is_double
+            yield unit,few(unit=unit),is_double
 
 # %% ../nbs/guard.ipynb #8b7e2b99
 def first_proof(model, ways, xb, yb, able, tick, is_alone):
@@ -173,7 +170,6 @@ def first_proof(model, ways, xb, yb, able, tick, is_alone):
         trial = Trial(model, batches, len(xb), able, is_double, blind, tick)
         proof = compare(trial, ways(2*unit if unit==1 else unit))
         proof.n = len(leaves(batches[0])[0][1])
-        proof.limit = trial.eps**.5
         return proof
     for unit,batches,is_double in tries(few, split, size, double):
         try:
@@ -213,9 +209,11 @@ _unknown = 'it is not known whether the training is that of the whole batch'
 def _not_tried(way, found):
     return f"{way.who} was not tried on your model before the first step, because the trial has failed ({found})"
 
-def refuse_unproved(way, found):
+def refuse_unproved(cb, way, found):
+    cb = copy(cb)
+    cb.prove = False
     raise Refused(f"{_not_tried(way, found)}, and {_unknown}. To train without the proof, write "
-                  f"{way.unproved}") from found
+                  f"{as_line(cb)}") from found
 
 # %% ../nbs/guard.ipynb #95236ca7
 def refuse(way, model, proof, prove):

@@ -69,11 +69,26 @@ class WindowCallback(Callback):
             own(self)
         if own: cls.before_fit = wraps(own)(before_fit)
 
-# %% ../nbs/loop.ipynb #89ce312a
-@patch(as_prop=True)
-def is_boundary(self:WindowCallback)->bool:
-    "Whether the optimizer steps after the current micro-batch; always `False` in validation"
-    return self.window is not None and self.window.is_last and self.window.learn.training
+    @property
+    def is_boundary(self)->bool:
+        "Whether the optimizer steps after the current micro-batch; always `False` in validation"
+        return self.window is not None and self.window.is_last and self.window.learn.training
+
+    def windows(self, learn, dl, epoch=0, n_procs=1):
+        "The windows of an epoch of `dl`"
+        by_samples = self.n_samples is not None
+        given = self.n_samples if by_samples else self.n_step
+        def size(share):
+            n = self.from_schedule(learn, epoch+share) if callable(given) else given
+            return -(-n//n_procs) if by_samples else n   # several processes fill a window together
+        return Windows(dl, size, partial(n_of, learn.dls), by_samples, self.drop_last)
+
+    def from_schedule(self, learn, n_epochs):
+        "What the schedule says after `n_epochs` epochs, a fraction"
+        name = 'n_step' if self.n_samples is None else 'n_samples'
+        pct = 0. if 'lr_finder' in vars(learn) else min(1., n_epochs/learn.n_epoch)
+        n = getattr(self, name)(pct)
+        return check_count(self, f'{name} at pct={pct:.4g}', n, scheduled)
 
 # %% ../nbs/loop.ipynb #9c72bd91
 def is_on(cb, training): return cb.run and (cb.run_train if training else cb.run_valid)
@@ -135,25 +150,6 @@ def lengthen_lr_find(self:WindowCallback, windows):
     n_steps = len(windows) if windows.ends else 1   # at least 1, if nobody knows how many
     learn.n_epoch = num_it//n_steps + 1
 
-# %% ../nbs/loop.ipynb #090a6d05
-@patch
-def windows(self:WindowCallback, learn, dl, epoch=0, n_procs=1):
-    "The windows of an epoch of `dl`"
-    by_samples = self.n_samples is not None
-    given = self.n_samples if by_samples else self.n_step
-    def size(share):
-        n = self.from_schedule(learn, epoch+share) if callable(given) else given
-        return -(-n//n_procs) if by_samples else n   # several processes fill a window together
-    return Windows(dl, size, partial(n_of, learn.dls), by_samples, self.drop_last)
-
-@patch
-def from_schedule(self:WindowCallback, learn, n_epochs):
-    "What the schedule says after `n_epochs` epochs, a fraction"
-    name = 'n_step' if self.n_samples is None else 'n_samples'
-    pct = 0. if 'lr_finder' in vars(learn) else min(1., n_epochs/learn.n_epoch)
-    n = getattr(self, name)(pct)
-    return check_count(self, f'{name} at pct={pct:.4g}', n, scheduled)
-
 # %% ../nbs/loop.ipynb #61536400
 @patch
 def averages(self:WindowCallback, loss_func):
@@ -180,17 +176,45 @@ class Epoch:
 
     def plan(self, i): return self.acc.windows(self.learn, self.learn.dl, i, self.group.n)
 
-# %% ../nbs/loop.ipynb #9238f099
-@patch
-def check(self:Epoch):
-    "Refuse windows and losses that cannot work in this fit"
-    acc = self.acc
-    later = range(self.learn.epoch+1, self.learn.n_epoch) if acc.varies else ()
-    check_plan(acc, self.windows, *map(self.plan, later))
-    check_loss(acc, self.learn.loss_func)
-    if self.group.synced:
-        # gradients pass through the norms of the other processes, so all need the same scale now
-        acc.scale, = self.group.sum('begins a fit', (self.windows.n or 1)/len(self.windows))
+    def check(self):
+        "Refuse windows and losses that cannot work in this fit"
+        acc = self.acc
+        later = range(self.learn.epoch+1, self.learn.n_epoch) if acc.varies else ()
+        check_plan(acc, self.windows, *map(self.plan, later))
+        check_loss(acc, self.learn.loss_func)
+        if self.group.synced:
+            # gradients pass through the norms of the other processes, so all need the same scale now
+            acc.scale, = self.group.sum('begins a fit', (self.windows.n or 1)/len(self.windows))
+
+    def train_window(self, i, batches):
+        "Sum up the gradients of a window, and end it"
+        learn = self.learn
+        hypers = [dict(h) for h in learn.opt.hypers]
+        clear_gradients(learn)
+        sum_up = partial(self.sum_up, i)
+        try:
+            win = self.slicer.attempt(self, sum_up, batches) if self.slicer else sum_up(batches)
+            if self.windows.is_full or not self.windows.drop_last: self.end(i, win)
+            else: _throw_away(learn, hypers)
+        except BaseException:
+            clear_gradients(learn)
+            raise
+        finally: self.acc.window = None
+
+    def end(self, i, win):
+        "Step, count the samples, and run `after_batch`"
+        acc,learn = self.acc,self.learn
+        had_it = [] if win.is_last else self.each   # the loader may have ended early
+        self.group.awaited = False   # now come gradients, and callbacks that may send messages, too
+        win.step()
+        acc.counts.n_samples = self.n_before+self.windows.n_samples
+        acc.counts.sizes.append(win.n_stepped)
+        is_logged = acc.last_loss is not None or not len(learn.yb)   # there is a loss to log, or nothing to learn
+        for cb in learn.cbs.sorted('order'):
+            if cb not in had_it and (is_logged or isinstance(cb, TrainEvalCallback)): cb('after_batch')
+        if acc.varies or not self.windows.as_planned(i):
+            learn.pct_train = (learn.epoch+self.windows.share_after(i))/learn.n_epoch
+        self.group.awaited = True   # no callback can send messages any more
 
 # %% ../nbs/loop.ipynb #8fe80876
 @patch
@@ -226,40 +250,6 @@ def _by_micro(learn, epoch):
             stack.enter_context(replacing(learn.recorder, 'train_metrics', False))
         yield
 
-# %% ../nbs/loop.ipynb #7315f0d8
-@patch
-def train_window(self:Epoch, i, batches):
-    "Sum up the gradients of a window, and end it"
-    learn = self.learn
-    hypers = [dict(h) for h in learn.opt.hypers]
-    clear_gradients(learn)
-    sum_up = partial(self.sum_up, i)
-    try:
-        win = self.slicer.attempt(self, sum_up, batches) if self.slicer else sum_up(batches)
-        if self.windows.is_full or not self.windows.drop_last: self.end(i, win)
-        else: _throw_away(learn, hypers)
-    except BaseException:
-        clear_gradients(learn)
-        raise
-    finally: self.acc.window = None
-
-# %% ../nbs/loop.ipynb #bd0691b1
-@patch
-def end(self:Epoch, i, win):
-    "Step, count the samples, and run `after_batch`"
-    acc,learn = self.acc,self.learn
-    had_it = [] if win.is_last else self.each   # the loader may have ended early
-    self.group.awaited = False   # now come gradients, and callbacks that may send messages, too
-    win.step()
-    acc.counts.n_samples = self.n_before+self.windows.n_samples
-    acc.counts.sizes.append(win.n_stepped)
-    is_logged = acc.last_loss is not None or not len(learn.yb)   # there is a loss to log, or nothing to learn
-    for cb in learn.cbs.sorted('order'):
-        if cb not in had_it and (is_logged or isinstance(cb, TrainEvalCallback)): cb('after_batch')
-    if acc.varies or not self.windows.as_planned(i):
-        learn.pct_train = (learn.epoch+self.windows.share_after(i))/learn.n_epoch
-    self.group.awaited = True   # no callback can send messages any more
-
 # %% ../nbs/loop.ipynb #af02231f
 def parameters(learn):
     "All that have gradients to divide, each once: of the model, of the loss, and of the optimizer"
@@ -290,7 +280,7 @@ def sum_up(self:Epoch, i, batches):
         with lent(learn, **{with_events:events}), self.group.silent():
             for b,n,is_last in batches:
                 whole = nullcontext([(b,n,True)])
-                with closing(self.slicer.parts(learn, b)) if self.slicer else whole as parts:
+                with closing(self.slicer.mode.parts(learn, b)) if self.slicer else whole as parts:
                     for part,k,ends in parts: win.run(i, part, k, is_last and ends)
     except CancelBatchException:
         for _ in batches: pass   # the loader of the large batch draws them, too
@@ -321,54 +311,48 @@ class Window:
     def __init__(self, epoch):
         self.epoch,self.acc,self.learn = epoch,epoch.acc,epoch.learn
 
-# %% ../nbs/loop.ipynb #f1af74bf
-@patch
-def run(self:Window, i, b, n, is_last):
-    "One micro-batch of `n` samples: the learner's own `one_batch`, as far as the step"
-    learn = self.learn
-    if self.is_last: run_after_batch(self.epoch.each)   # the one before seemed to be the last
-    self.micro = m = Micro(n)
-    self.n_micro += 1
-    self.is_last = is_last
-    self.acc.counts.n_micro += 1
-    learn.one_batch(i, b)
-    if m.end is None and learn.training:
-        raise RuntimeError(f"{self.acc}: a micro-batch has ended without the events of a step, "
-                           "maybe because the learner steps by itself; "
-                           "let it step through `_do_grad_opt`")
-    if m.end=='step':
-        for met in self.epoch.metrics: met.accumulate(learn)
-    if not is_last: run_after_batch(self.epoch.each)
+    def run(self, i, b, n, is_last):
+        "One micro-batch of `n` samples: the learner's own `one_batch`, as far as the step"
+        learn = self.learn
+        if self.is_last: run_after_batch(self.epoch.each)   # the one before seemed to be the last
+        self.micro = m = Micro(n)
+        self.n_micro += 1
+        self.is_last = is_last
+        self.acc.counts.n_micro += 1
+        learn.one_batch(i, b)
+        if m.end is None and learn.training:
+            raise RuntimeError(f"{self.acc}: a micro-batch has ended without the events of a step, "
+                               "maybe because the learner steps by itself; "
+                               "let it step through `_do_grad_opt`")
+        if m.end=='step':
+            for met in self.epoch.metrics: met.accumulate(learn)
+        if not is_last: run_after_batch(self.epoch.each)
 
-# %% ../nbs/loop.ipynb #435ca6b0
+    def events(self, plain, f, event_type, ex, final=noop):
+        "Takes the place of `learn._with_events` in a micro-batch"
+        if not self.learn.training: return plain(f, event_type, ex, final)   # a callback validates
+        if event_type=='batch': return self.until_step(f, ex)
+        if event_type=='backward': f = partial(self.backward, f)
+        if event_type!='step': return plain(f, event_type, ex, final)
+        if self.micro.weight is not None: raise AtStep
+        raise RuntimeError(f"{self.acc}: a callback has cancelled the backward pass "
+                           "(CancelBackwardException). To leave the micro-batch out, raise "
+                           "CancelBatchException before the backward pass")
+
+    def until_step(self, f, ex):
+        "Run the events of a batch, without those at its end"
+        learn,m = self.learn,self.micro
+        try:
+            learn('before_batch')
+            f()
+            if not len(learn.yb): m.end = 'no targets'
+        except AtStep: m.end = 'step'
+        except ex:
+            if m.weight is not None: raise   # too late, its gradient is in
+            m.end = 'cancelled'
+            learn('after_cancel_batch')
+
 class AtStep(BaseException): "Ends a micro-batch where the optimizer would step"
-
-@patch
-def events(self:Window, plain, f, event_type, ex, final=noop):
-    "Takes the place of `learn._with_events` in a micro-batch"
-    if not self.learn.training: return plain(f, event_type, ex, final)   # a callback validates
-    if event_type=='batch': return self.until_step(f, ex)
-    if event_type=='backward': f = partial(self.backward, f)
-    if event_type!='step': return plain(f, event_type, ex, final)
-    if self.micro.weight is not None: raise AtStep
-    raise RuntimeError(f"{self.acc}: a callback has cancelled the backward pass "
-                       "(CancelBackwardException). To leave the micro-batch out, raise "
-                       "CancelBatchException before the backward pass")
-
-# %% ../nbs/loop.ipynb #61753572
-@patch
-def until_step(self:Window, f, ex):
-    "Run the events of a batch, without those at its end"
-    learn,m = self.learn,self.micro
-    try:
-        learn('before_batch')
-        f()
-        if not len(learn.yb): m.end = 'no targets'
-    except AtStep: m.end = 'step'
-    except ex:
-        if m.weight is not None: raise   # too late, its gradient is in
-        m.end = 'cancelled'
-        learn('after_cancel_batch')
 
 # %% ../nbs/loop.ipynb #c4df454f
 @patch

@@ -53,32 +53,28 @@ class Replicas(Alone):
         if not self.synced or not self.awaited or isinstance(e, Stopped): return
         with suppress(Exception): self.sum('has failed')
 
-# %% ../nbs/processes.ipynb #5b3c0a11
-@patch
-def each(self:Replicas, at, t):
-    "The numbers `t` of each process, in one message; an error in all unless they are at one point"
-    words = torch.tensor([*at.ljust(64).encode()], dtype=torch.uint8).view(torch.float64)
-    mine = t.new_zeros(8+max(self.size, len(t)), dtype=torch.float64)
-    mine[:8],mine[8:8+len(t)] = words,t
-    rows = mine.new_zeros(self.n, len(mine))
-    try: distributed.all_gather(list(rows), mine, group=self.group)
-    except Exception as e:
-        raise Stopped("AccumulateStep: another process has ended, or does not answer") from e
-    ats = [bytes(o.view(torch.uint8).tolist()).decode().strip() for o in rows[:,:8].cpu()]
-    if set(ats)=={at}: return rows[:,8:8+len(t)]
-    says = [f'process {r} {o}' for o,r in dict(zip(ats, self.ranks)).items()]   # one for each point
-    raise Stopped(f"AccumulateStep: {', but '.join(says)}. Unless one has failed, give all processes loaders of the "
-        "same length, such as fastai's `DistributedDL`, and batches that are cut into as many slices, or write "
-        "exact=True; and leave out a batch in all of them or in none")
+    def each(self, at, t):
+        "The numbers `t` of each process, in one message; an error in all unless they are at one point"
+        words = torch.tensor([*at.ljust(64).encode()], dtype=torch.uint8).view(torch.float64)
+        mine = t.new_zeros(8+max(self.size, len(t)), dtype=torch.float64)
+        mine[:8],mine[8:8+len(t)] = words,t
+        rows = mine.new_zeros(self.n, len(mine))
+        try: distributed.all_gather(list(rows), mine, group=self.group)
+        except Exception as e:
+            raise Stopped("AccumulateStep: another process has ended, or does not answer") from e
+        ats = [bytes(o.view(torch.uint8).tolist()).decode().strip() for o in rows[:,:8].cpu()]
+        if set(ats)=={at}: return rows[:,8:8+len(t)]
+        says = [f'process {r} {o}' for o,r in dict(zip(ats, self.ranks)).items()]   # one for each point
+        raise Stopped(f"AccumulateStep: {', but '.join(says)}. Unless one has failed, give all processes loaders of "
+            "the same length, such as fastai's `DistributedDL`, and batches that are cut into as many slices, or write "
+            "exact=True; and leave out a batch in all of them or in none")
 
-# %% ../nbs/processes.ipynb #5b3c0a13
-@patch
-def gather(self:Replicas, group, at, n, *ts):
-    "The number `n` and the tensors `ts` of each process in `group`; `at` says at which point"
-    if group is None: return [(n,*ts)]
-    rows = self.each(at, torch.cat([ts[0].new_tensor([n], dtype=torch.float64), *ts]))
-    rows = rows[[self.ranks.index(r) for r in distributed.get_process_group_ranks(group)]]
-    return [(int(n),*o.to(ts[0].dtype).chunk(len(ts))) for n,o in zip(rows[:,0].tolist(), rows[:,1:])]
+    def gather(self, group, at, n, *ts):
+        "The number `n` and the tensors `ts` of each process in `group`; `at` says at which point"
+        if group is None: return [(n,*ts)]
+        rows = self.each(at, torch.cat([ts[0].new_tensor([n], dtype=torch.float64), *ts]))
+        rows = rows[[self.ranks.index(r) for r in distributed.get_process_group_ranks(group)]]
+        return [(int(n),*o.to(ts[0].dtype).chunk(len(ts))) for n,o in zip(rows[:,0].tolist(), rows[:,1:])]
 
 # %% ../nbs/processes.ipynb #543c14de
 @patch

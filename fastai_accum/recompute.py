@@ -11,6 +11,7 @@ __all__ = ['Recompute']
 from fastai.basics import *
 from torch.utils.checkpoint import checkpoint
 from .private import tree_flatten,tree_unflatten,version
+from .slices import NotPossible
 
 # %% ../nbs/recompute.ipynb #f31e1ec0
 class Recompute:
@@ -18,7 +19,7 @@ class Recompute:
     def __init__(self,
         forward:Callable, # What to run
         state:Callable, # Returns the `ModelState` as it is now
-        in_place:Callable # Returns the error for a `forward` that changes its arguments, as it would get others later
+        in_place:str # The error for a `forward` that changes its arguments, as it would get others later
     ): store_attr()
 
     def __call__(self, *args, **kwargs):
@@ -34,12 +35,10 @@ class Recompute:
         # takes any arguments, and gives gradients to parameters if no input needs one
         return checkpoint(run, *flat, use_reentrant=False, preserve_rng_state=False)
 
-# %% ../nbs/recompute.ipynb #78593d53
-@patch
-def once(self:Recompute, args, kwargs):
-    "The first run, which must not change what the second one gets"
-    ts = [o for o in tree_flatten((args,kwargs))[0] if isinstance(o, Tensor) and not o.is_inference()]
-    versions = list(map(version, ts))
-    res = self.forward(*args, **kwargs)
-    if versions==list(map(version, ts)): return res
-    raise self.in_place()
+    def once(self, args, kwargs):
+        "The first run, which must not change what the second one gets"
+        ts = [o for o in tree_flatten((args,kwargs))[0] if isinstance(o, Tensor) and not o.is_inference()]
+        versions = list(map(version, ts))
+        res = self.forward(*args, **kwargs)
+        if versions==list(map(version, ts)): return res
+        raise NotPossible(self.in_place)

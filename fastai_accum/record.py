@@ -90,47 +90,41 @@ class Record:
         finally:
             for h in handles: h.remove()
 
-# %% ../nbs/record.ipynb #fbbf791b
-@patch
-@no_modes()
-def note(self:Record, sums, name, found):
-    "Add up what the module `name` gets or returns"
-    if name is None or not self.is_open or planning.get()!=self.depth or in_vmap(): return
-    for k,x in leaves(found, ''):
-        if isinstance(x, Tensor) and x.ndim and not x.is_complex():
-            pieces = map(Tensor.double, x.detach().flatten().split(1_000_000))
-            sums[len(self.grads),name,k] += len(x),sum(float((o*(o+1)).nansum()) for o in pieces)
+    @no_modes()
+    def note(self, sums, name, found):
+        "Add up what the module `name` gets or returns"
+        if name is None or not self.is_open or planning.get()!=self.depth or in_vmap(): return
+        for k,x in leaves(found, ''):
+            if isinstance(x, Tensor) and x.ndim and not x.is_complex():
+                pieces = map(Tensor.double, x.detach().flatten().split(1_000_000))
+                sums[len(self.grads),name,k] += len(x),sum(float((o*(o+1)).nansum()) for o in pieces)
 
-@patch
-@no_modes()
-def keep(self:Record, *found):
-    for vs in found:
-        for k,v in vs:
-            if self.sees_draws or not is_generator(v): self.kept[k].append(sketch(v))
+    @no_modes()
+    def keep(self, *found):
+        for vs in found:
+            for k,v in vs:
+                if self.sees_draws or not is_generator(v): self.kept[k].append(sketch(v))
 
-# %% ../nbs/record.ipynb #37eb2a81
-@patch
-def predicted(self:Record, pred):
-    "The model has returned `pred` for a batch"
-    self.is_open = False
-    self.cached |= 'past_key_values' in keys(pred)
-    own = [(k,v) for k,v in values(self.model) if not isinstance(v, nn.Parameter)]
-    self.keep(leaves(pred, 'prediction'), own)
+    def predicted(self, pred):
+        "The model has returned `pred` for a batch"
+        self.is_open = False
+        self.cached |= 'past_key_values' in keys(pred)
+        own = [(k,v) for k,v in values(self.model) if not isinstance(v, nn.Parameter)]
+        self.keep(leaves(pred, 'prediction'), own)
+
+    @no_modes()
+    def stepped(self, scale=1.):
+        "The gradients of a batch, `scale` times as large as they are, have been added up"
+        found = {k:sketch(p.grad) for k,p in self.model.named_parameters() if p.grad is not None}
+        grads = {k:(shape,x/scale) for k,(shape,x) in found.items()}
+        self.kept['the gradient'].append((tuple(grads), torch.cat([torch.zeros(0), *(x for _,x in grads.values())])))
+        self.grads.append(grads)
+        self.keep(values(self.model))
+        for p in self.model.parameters():
+            if p.requires_grad: self.move(p)
+        self.let_go()
 
 # %% ../nbs/record.ipynb #8d47ca45
-@patch
-@no_modes()
-def stepped(self:Record, scale=1.):
-    "The gradients of a batch, `scale` times as large as they are, have been added up"
-    found = {k:sketch(p.grad) for k,p in self.model.named_parameters() if p.grad is not None}
-    grads = {k:(shape,x/scale) for k,(shape,x) in found.items()}
-    self.kept['the gradient'].append((tuple(grads), torch.cat([torch.zeros(0), *(x for _,x in grads.values())])))
-    self.grads.append(grads)
-    self.keep(values(self.model))
-    for p in self.model.parameters():
-        if p.requires_grad: self.move(p)
-    self.let_go()
-
 @patch
 def move(self:Record, p):
     "Change about ten thousand numbers of the parameter `p`"

@@ -6,7 +6,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/state.html.md"""
 
 # %% auto #0
 __all__ = ['shared', 'is_generator', 'container', 'items', 'held', 'arrays', 'contents', 'is_as', 'Noted', 'with_memory', 'State',
-           'generators', 'seed', 'buffers', 'clones', 'version_of', 'ModelState', 'everybodys', 'refuse_lazy', 'modes']
+           'generators', 'seed', 'buffers', 'clones', 'version_of', 'everybodys', 'refuse_lazy', 'ModelState', 'modes']
 
 # %% ../nbs/state.ipynb #db10d708
 from collections import deque
@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from functools import lru_cache
 from operator import is_
 from types import CellType,FunctionType,MethodType,ModuleType
-from typing import NamedTuple
 from fastai.basics import *
 from torch.nn.parameter import is_lazy
 from .devices import accelerators,generator_of
@@ -105,27 +104,22 @@ def _ids(vs): return list(map(id, vs))
 
 def is_as(o, was):
     "Whether `o` holds `was`"
-    if is_generator(o): return _is_at(contents(o), was)
     if isinstance(o, CellType): return contents(o) is was
+    if is_generator(o):
+        now = contents(o)
+        return torch.equal(now, was) if isinstance(now, Tensor) else pickle.dumps(now)==pickle.dumps(was)
     now = container(o)
     if isinstance(was, dict):   # nearly always
         return list(now)==list(was) and _ids(now.values())==_ids(was.values())
     return now==was if isinstance(now, set) else _ids(now)==_ids(was)
 
-def _is_at(now, was):
-    "Whether a generator is at the same place"
-    return torch.equal(now, was) if isinstance(was, Tensor) else pickle.dumps(now)==pickle.dumps(was)
-
 # %% ../nbs/state.ipynb #3f0a6c13
-class Noted(NamedTuple):
-    "A tensor, as it is now; `was` is a copy of its values, or `None`"
-    tensor:Tensor
-    data:Tensor
-    was:Tensor
-    needs_grad:bool
-    grad:Tensor
-    is_leaf:bool
-    hooks:tuple   # the dictionaries of them, or `None`
+class Noted:
+    "The tensor `t`, as it is now; `was` is a copy of its values, or `None`"
+    def __init__(self, t, was):
+        self.tensor,self.data,self.was,self.needs_grad,self.is_leaf = t,t.data,was,t.requires_grad,t.is_leaf
+        self.grad = t.grad if t.is_leaf else None
+        self.hooks = grad_hook_dicts(t)   # dictionaries, or `None`
 
     def restore(self):
         t = self.tensor
@@ -137,8 +131,6 @@ class Noted(NamedTuple):
         t.grad = self.grad
         if not all(map(is_, grad_hook_dicts(t), self.hooks)): put_grad_hook_dicts(t, *self.hooks)
 
-def _noted(t, was):
-    return Noted(t, t.data, was, t.requires_grad, t.grad if t.is_leaf else None, t.is_leaf, grad_hook_dicts(t))
 def _clone(t): return t.detach().clone()
 
 def with_memory(os):
@@ -147,6 +139,10 @@ def with_memory(os):
         if isinstance(o, np.ndarray): return o.flags.writeable
         return o.is_leaf and o.layout is torch.strided and o.device.type!='meta' and not o.is_inference()
     return [o for o in {id(o):o for o in os}.values() if has(o)]
+
+def _another(it):
+    try: return deepcopy(it)   # it may hold others
+    except (TypeError,RuntimeError): return it   # nobody can put back a generator
 
 # %% ../nbs/state.ipynb #3f0a6c1f
 class State:
@@ -160,7 +156,7 @@ class State:
         self.objects,self.generators = objects,generators
         self.held  = [(o, contents(o)) for o in objects]
         self.drawn = [(o, contents(o)) for o in generators]
-        self.tensors = [_noted(o, copied(o)) for o in tensors if isinstance(o, Tensor)]
+        self.tensors = [Noted(o, copied(o)) for o in tensors if isinstance(o, Tensor)]
         self.arrays  = [(o, o.copy()) for o in tensors if isinstance(o, np.ndarray)]
 
     def changed(self): return [o for o,was in self.held if not is_as(o, was)]
@@ -181,40 +177,32 @@ class State:
         res.drawn = [(o, contents(o)) for o,_ in self.drawn]
         return res
 
-# %% ../nbs/state.ipynb #3f0a6c21
-@patch
-def put_back(self:State):
-    self.hold()
-    for o in self.tensors: o.restore()
-    for o,was in self.arrays: o[...] = was
-    self.rewind()
+    def put_back(self):
+        self.hold()
+        for o in self.tensors: o.restore()
+        for o,was in self.arrays: o[...] = was
+        self.rewind()
 
-@patch
-def restore(self:State):
-    "Put everything back; if Ctrl-C comes in the meantime, once more, to the end"
-    try: self.put_back()
-    except KeyboardInterrupt: self.put_back(); raise
+    def restore(self):
+        "Put everything back; if Ctrl-C comes in the meantime, once more, to the end"
+        try: self.put_back()
+        except KeyboardInterrupt: self.put_back(); raise
+
+    @contextmanager
+    def untouched(self,
+        copied:Callable=None, # What a tensor holds in the block; `None`: what it holds now
+        another:Callable=_another # What stands in for an iterator
+    ):
+        "A block from which nothing stays"
+        try:
+            for o in self.tensors:
+                if o.grad is not None: o.tensor.grad = None   # it would be changed in place
+                if copied: o.tensor.data = copied(o.data)
+            self.stand_in(copied or _clone, another)
+            yield self
+        finally: self.restore()
 
 # %% ../nbs/state.ipynb #3f0a6c22
-def _another(it):
-    try: return deepcopy(it)   # it may hold others
-    except (TypeError,RuntimeError): return it   # nobody can put back a generator
-
-@patch
-@contextmanager
-def untouched(self:State,
-    copied:Callable=None, # What a tensor holds in the block; `None`: what it holds now
-    another:Callable=_another # What stands in for an iterator
-):
-    "A block from which nothing stays"
-    try:
-        for o in self.tensors:
-            if o.grad is not None: o.tensor.grad = None   # it would be changed in place
-            if copied: o.tensor.data = copied(o.data)
-        self.stand_in(copied or _clone, another)
-        yield self
-    finally: self.restore()
-
 @patch
 def stand_in(self:State, copied, another):
     "Replace what cannot be put back in place, where it is held: iterators, and tensors with a graph"
@@ -246,7 +234,7 @@ def seed(generators, n):
     "Seed `generators` with `n`"
     for g in generators: (g.manual_seed if isinstance(g, torch.Generator) else g.seed)(n)
 
-# %% ../nbs/state.ipynb #afa468b5
+# %% ../nbs/state.ipynb #afa468b4
 def buffers(model):
     "Where `model` has its buffers: dictionaries and keys"
     return [(bs,k) for bs in map(buffer_dict, model.modules()) for k,b in bs.items() if b is not None]
@@ -260,6 +248,16 @@ def clones(ts):
 
 def version_of(t): return None if t is None or t.is_inference() else version(t)
 
+def everybodys(model): return generators(accelerators(model))
+
+def refuse_lazy(who, model):
+    "Refuse a model with layers that get their size with the first batch"
+    for k,p in model.named_parameters():
+        if is_lazy(p):
+            raise ValueError(f"{who}: the layer of {k!r} has no size before the first batch; run one batch through "
+                             "the model first, such as learn.model(learn.dls.one_batch()[0])")
+
+# %% ../nbs/state.ipynb #afa468b5
 class ModelState(State):
     "What a forward pass of `model` can change, as it is now"
     def __init__(self,
@@ -277,7 +275,7 @@ class ModelState(State):
         self.versions = list(map(version_of, ts))
 
     def only(self, objects, places):
-        "The part of some `objects`, with the lists and dictionaries that they hold now, and of the buffers at some `places`"
+        "The part of some `objects`, with the lists and dictionaries that they hold now, and of buffers at some `places`"
         # a model may make them anew for each batch
         inner = [v for o in objects for _,v in items(o) if isinstance(v, (dict,list,set))]
         at,known = {(id(bs),k) for bs,k in places},{id(o):was for o,was in self.held}
@@ -296,36 +294,24 @@ class ModelState(State):
                  if (id(bs),k) not in places and id(bs.get(k)) not in but and version_of(bs.get(k))!=v]
         return [o for o in self.changed() if id(o) not in ids]+moved
 
-def everybodys(model): return generators(accelerators(model))
+    def lend(self):
+        "Give the modules copies of their buffers as they were"
+        new = {}   # a buffer may be in two places
+        for (bs,k),o,t in zip(self.places, self.tensors, clones([o.was for o in self.tensors])):
+            bs[k] = new.setdefault(id(o.tensor), t)
 
-def refuse_lazy(who, model):
-    "Refuse a model with layers that get their size with the first batch"
-    for k,p in model.named_parameters():
-        if is_lazy(p):
-            raise ValueError(f"{who}: the layer of {k!r} has no size before the first batch; run one batch through "
-                             "the model first, such as learn.model(learn.dls.one_batch()[0])")
-
-# %% ../nbs/state.ipynb #afa468b6
-@patch
-def lend(self:ModelState):
-    "Give the modules copies of their buffers as they were"
-    new = {}   # a buffer may be in two places
-    for (bs,k),o,t in zip(self.places, self.tensors, clones([o.was for o in self.tensors])):
-        bs[k] = new.setdefault(id(o.tensor), t)
-
-@patch
-@contextmanager
-def again(self:ModelState):
-    "A context in which the model runs from this state again; afterwards everything is as it is now"
-    now,own = State(self.objects, generators=self.generators),[bs[k] for bs,k in self.places]
-    self.hold()
-    self.rewind()
-    try:
-        self.lend()
-        yield
-    finally:
-        now.restore()
-        for (bs,k),t in zip(self.places, own): bs[k] = t
+    @contextmanager
+    def again(self):
+        "A context in which the model runs from this state again; afterwards everything is as it is now"
+        now,own = State(self.objects, generators=self.generators),[bs[k] for bs,k in self.places]
+        self.hold()
+        self.rewind()
+        try:
+            self.lend()
+            yield
+        finally:
+            now.restore()
+            for (bs,k),t in zip(self.places, own): bs[k] = t
 
 # %% ../nbs/state.ipynb #d64c1818
 def modes(model):

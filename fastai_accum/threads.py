@@ -51,39 +51,33 @@ class Coroutine:
         self._back.put(error)
         error = None   # its traceback holds this frame
 
-# %% ../nbs/threads.ipynb #aeeb502f
-@patch
-def resume(self:Coroutine):
-    "Run `f` until it waits or ends; return whether it has ended; an error in `f` is raised here"
-    if not self.thread.ident: self.thread.start()
-    self._go.put(None)
-    error = self._back.get()
-    try:
-        if error is not None: raise error
-    finally: error = None   # its traceback holds this frame
-    return self.done
+    def resume(self):
+        "Run `f` until it waits or ends; return whether it has ended; an error in `f` is raised here"
+        if not self.thread.ident: self.thread.start()
+        self._go.put(None)
+        error = self._back.get()
+        try:
+            if error is not None: raise error
+        finally: error = None   # its traceback holds this frame
+        return self.done
 
-@patch
-def wait(self:Coroutine):
-    "Called by `f`: wait for the next `resume`"
-    if not self.abandoned:
-        self._back.put(None)
-        self._go.get()
-    if self.abandoned: raise Abandoned
+    def wait(self):
+        "Called by `f`: wait for the next `resume`"
+        if not self.abandoned:
+            self._back.put(None)
+            self._go.get()
+        if self.abandoned: raise Abandoned
 
-# %% ../nbs/threads.ipynb #3fd46b2c
-@patch
-def abandon(self:Coroutine):
-    "End the thread where it waits, or where it would wait next if Ctrl-C comes while it runs"
-    self.abandoned = True
-    self._go.put(None)
+    def abandon(self):
+        "End the thread where it waits, or where it would wait next if Ctrl-C comes while it runs"
+        self.abandoned = True
+        self._go.put(None)
 
-@patch
-def close(self:Coroutine):
-    "Wait for the end of the thread; Ctrl-C, pressed again, must not leave it behind"
-    while self.thread.is_alive():
-        with suppress(KeyboardInterrupt): self.thread.join()
-    self.f = self.result = None
+    def close(self):
+        "Wait for the end of the thread; Ctrl-C, pressed again, must not leave it behind"
+        while self.thread.is_alive():
+            with suppress(KeyboardInterrupt): self.thread.join()
+        self.f = self.result = None
 
 # %% ../nbs/threads.ipynb #a293ee2d
 def in_thread(f):

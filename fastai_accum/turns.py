@@ -16,6 +16,9 @@ from .slices import tree_map
 from .state import State,container
 
 # %% ../nbs/turns.ipynb #ccfbae69
+_in_place = ("MicroBatch: the model changes its input in place, and coupled=True runs it twice "
+             "on the same input; let the model change a copy, or leave coupled out")
+
 def one_by_one(state, forward, parts, sizes, around=lambda k: nullcontext()):
     "The predictions for each slice, run in `around(k)`; in training, the backward pass runs it again"
     hidden = Hidden(state.model)
@@ -28,10 +31,6 @@ def one_by_one(state, forward, parts, sizes, around=lambda k: nullcontext()):
             preds.append(Recompute(run, state.renewed, _in_place)(*part))
     turns.end()
     return preds
-
-def _in_place():
-    return RuntimeError("MicroBatch: the model changes its input in place, and coupled=True runs it twice "
-                        "on the same input; let the model change a copy, or leave coupled out")
 
 # %% ../nbs/turns.ipynb #caa01686
 class Turns:
@@ -59,27 +58,25 @@ class Turns:
         objects.hold()
         for (bs,key),t in zip(self.state.places, buffers): bs[key] = t
 
-# %% ../nbs/turns.ipynb #caa01687
-@patch
-@torch.no_grad()
-def end(self:Turns):
-    "Let the model hold what its last slice leaves, and buffers what one run of the batch leaves"
-    self.go_on(-1)
-    weights = self.sizes or [1]*len(self.own)
-    kinds = defaultdict(list)   # the buffers that are joined together: the old one, and what slices leave
-    for (bs,k),o,*new in zip(self.state.places, self.state.tensors, *(ts for _,ts in self.own)):
-        old = o.tensor
-        if any(t is None or t.shape!=old.shape for t in new): continue
-        bs[k] = old
-        kinds[old.dtype,old.device].append((old,new))
-    for (dtype,_),found in kinds.items():
-        olds,news = zip(*found)
-        if not dtype.is_floating_point: new = [ts[-1] for ts in news]
-        else:
-            flat = torch.stack([torch.cat([t.flatten() for t in ts]) for ts in zip(*news)])
-            parts = _mean(flat, weights).split([o.numel() for o in olds])
-            new = [t.view(o.shape) for t,o in zip(parts, olds)]
-        copy_all(olds, new)
+    @torch.no_grad()
+    def end(self):
+        "Let the model hold what its last slice leaves, and buffers what one run of the batch leaves"
+        self.go_on(-1)
+        weights = self.sizes or [1]*len(self.own)
+        kinds = defaultdict(list)   # the buffers that are joined together: the old one, and what slices leave
+        for (bs,k),o,*new in zip(self.state.places, self.state.tensors, *(ts for _,ts in self.own)):
+            old = o.tensor
+            if any(t is None or t.shape!=old.shape for t in new): continue
+            bs[k] = old
+            kinds[old.dtype,old.device].append((old,new))
+        for (dtype,_),found in kinds.items():
+            olds,news = zip(*found)
+            if not dtype.is_floating_point: new = [ts[-1] for ts in news]
+            else:
+                flat = torch.stack([torch.cat([t.flatten() for t in ts]) for ts in zip(*news)])
+                parts = _mean(flat, weights).split([o.numel() for o in olds])
+                new = [t.view(o.shape) for t,o in zip(parts, olds)]
+            copy_all(olds, new)
 
 def _mean(rows, weights):
     "The mean of the `rows` of a tensor"

@@ -63,19 +63,35 @@ class Windows:
 
     def __len__(self): return self.n_batches if self.ends is None else len(self.ends)
 
-# %% ../nbs/windows.ipynb #88a0c39f
-@patch
-def plan(self:Windows):
-    "After which batches the windows end; `None` if samples count, and `dl` has no batch size"
-    if self.by_samples and not self.bs: return None
-    ends = []
-    k = 0
-    while k<self.n_batches:
-        size = self.size(k/self.n_batches)
-        left = self.n-k*self.bs if self.by_samples else self.n_batches-k
-        k += -(-size//self.bs) if self.by_samples else size
-        if left>=size or not self.drop_last: ends.append(min(k, self.n_batches))
-    return ends
+    def plan(self):
+        "After which batches the windows end; `None` if samples count, and `dl` has no batch size"
+        if self.by_samples and not self.bs: return None
+        ends = []
+        k = 0
+        while k<self.n_batches:
+            size = self.size(k/self.n_batches)
+            left = self.n-k*self.bs if self.by_samples else self.n_batches-k
+            k += -(-size//self.bs) if self.by_samples else size
+            if left>=size or not self.drop_last: ends.append(min(k, self.n_batches))
+        return ends
+
+    def drawn(self):
+        "The batches of `dl`, each with its samples, counted"
+        for b in self.dl:
+            n = self.n_of(b)
+            self.n_drawn += 1
+            self.n_samples += n
+            yield b,n
+
+    def share(self, n): return min(1., n/self.n_batches)   # of the epoch, after `n` batches
+
+    def as_planned(self, i):
+        "Whether window `i` has ended where the plan says"
+        return self.ends is not None and (not self.is_full or self.n_drawn in self.ends[i:i+1])
+
+    def share_after(self, i):
+        "The share of the epoch that is over after window `i`; the last one takes a dropped tail along"
+        return 1. if self.as_planned(i) and i+1==len(self) else self.share(self.n_drawn)
 
 # %% ../nbs/windows.ipynb #e2166464
 @patch
@@ -97,19 +113,6 @@ def __iter__(self:Windows):
 
 def _pop(bs): yield bs.pop()
 
-# %% ../nbs/windows.ipynb #599fb768
-@patch
-def drawn(self:Windows):
-    "The batches of `dl`, each with its samples, counted"
-    for b in self.dl:
-        n = self.n_of(b)
-        self.n_drawn += 1
-        self.n_samples += n
-        yield b,n
-
-@patch
-def share(self:Windows, n): return min(1., n/self.n_batches)   # of the epoch, after `n` batches
-
 # %% ../nbs/windows.ipynb #6b7ee7df
 @patch
 def window(self:Windows, batches, size):
@@ -123,14 +126,3 @@ def window(self:Windows, batches, size):
         is_tail = self.n_drawn==self.n_batches and not self.drop_last
         yield b,n,self.is_full or is_tail
         if self.is_full: return
-
-# %% ../nbs/windows.ipynb #232bf8b7
-@patch
-def as_planned(self:Windows, i):
-    "Whether window `i` has ended where the plan says"
-    return self.ends is not None and (not self.is_full or self.n_drawn in self.ends[i:i+1])
-
-@patch
-def share_after(self:Windows, i):
-    "The share of the epoch that is over after window `i`; the last one takes a dropped tail along"
-    return 1. if self.as_planned(i) and i+1==len(self) else self.share(self.n_drawn)

@@ -131,7 +131,7 @@ def test_ends_in_time(monkeypatch):
     assert found.title.startswith('Nothing that was tried fits')
 
 def test_of_equal_ways_the_simpler_one():
-    def way(line, time, changes): return ways.Way(line, True, 1, time=time, changes=changes)
+    def way(line, time, changes): return ways.Row(line, True, 1, time=time, changes=changes)
     found = [way('a', 1., 'other dropout masks'), way('b', 2.1, 'nothing'), way('c', 2., 'nothing')]
     assert what_fits.best_of(found).line=='b' and what_fits.best_of(found[:1]).line=='a' and not what_fits.best_of([])
 

@@ -12,6 +12,7 @@ from collections import namedtuple
 from itertools import zip_longest
 from traceback import walk_stack
 from fastai.basics import *
+from ..coins import drawn
 from ..devices import generator_of
 from ..private import TorchDispatchMode,tree_flatten,tree_unflatten
 from ..slices import NotPossible
@@ -23,8 +24,6 @@ class Differs(NotPossible): "The model no longer does what it did before"
 # tensors and its whole numbers, `None` for other arguments, and then those of its results.
 # `where` is the module that called it, `inside` the function, such as `F.dropout`.
 Draw = namedtuple('Draw', 'func sizes strides where inside')
-
-def _is_seeded(func): return torch.Tag.nondeterministic_seeded in func.tags
 
 def _size(o):
     if isinstance(o, Tensor): return tuple(o.shape)
@@ -53,7 +52,7 @@ class Draws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if not _is_seeded(func): return func(*args, **kwargs)
+        if not drawn(func): return func(*args, **kwargs)
         given = tree_flatten((args,kwargs))[0]
         g = _generator(given, kwargs)
         before = g.get_state()
@@ -174,51 +173,39 @@ class SliceDraws(TorchDispatchMode):
         _differs(f'after {self.at} draws, the model draws {now}, which is not what it drew for '
                  'the first samples')
 
-# %% ../../nbs/exact/draws.ipynb #0bab1777
-def _sized(size, axis, n):
-    "`size` for `n` samples"
-    if axis is None: return size
-    return *size[:axis.dim],axis.rows*n,*size[axis.dim+1:]
+    def _is_next(self, func, given):
+        "Whether the plan goes on with `func`, and with arguments of these sizes"
+        if self.at==len(self.batch.plan): return False
+        draw,axes = self.batch.plan[self.at]
+        if draw.func is not func: return False
+        for o,size,axis in zip(given, draw.sizes, axes):
+            is_size = axis or isinstance(o, Tensor)   # other numbers may change
+            if is_size and _size(o)!=_sized(size, axis, self.n): return False
+        return True
 
-@patch
-def _is_next(self:SliceDraws, func, given):
-    "Whether the plan goes on with `func`, and with arguments of these sizes"
-    if self.at==len(self.batch.plan): return False
-    draw,axes = self.batch.plan[self.at]
-    if draw.func is not func: return False
-    for o,size,axis in zip(given, draw.sizes, axes):
-        is_size = axis or isinstance(o, Tensor)   # other numbers may change
-        if is_size and _size(o)!=_sized(size, axis, self.n): return False
-    return True
+    def _part(self, func, given, args, kwargs):
+        "The rows of the slice in the next draw"
+        draw,axes = self.batch.plan[self.at]
+        g = _generator(given, kwargs)
+        def whole():
+            big = [self._grow(*o) for o in zip(given, draw.sizes, draw.strides, axes)]
+            a,kw = tree_unflatten(big, tree_flatten((args,kwargs))[1])
+            return func(*a, **kw)
+        out = self._kept(g, whole)
+        self.at += 1
+        return _result(func, given, self._rows(out, axes[-1]), g.device)
 
-@patch   # PyTorch would wrap it in the class, which makes it slower
-def __torch_dispatch__(self:SliceDraws, func, types, args=(), kwargs=None):
-    kwargs = kwargs or {}
-    if not _is_seeded(func): return func(*args, **kwargs)
-    given = tree_flatten((args,kwargs))[0]
-    if self._is_next(func, given): return self._part(func, given, args, kwargs)
-    with Draws() as more: out = func(*args, **kwargs)
-    if more.draws: self._differs(f'with {_name(func)} {[_size(o) for o in given]}')
-    return out   # such as attention without dropout
+    def _rows(self, o, axis):
+        "The rows of the slice in `o`"
+        return o if axis is None else o.narrow(axis.dim, axis.rows*self.i, axis.rows*self.n)
 
-# %% ../../nbs/exact/draws.ipynb #e3f078c8
-@patch
-def _part(self:SliceDraws, func, given, args, kwargs):
-    "The rows of the slice in the next draw"
-    draw,axes = self.batch.plan[self.at]
-    g = _generator(given, kwargs)
-    def whole():
-        big = [self._grow(*o) for o in zip(given, draw.sizes, draw.strides, axes)]
-        a,kw = tree_unflatten(big, tree_flatten((args,kwargs))[1])
-        return func(*a, **kw)
-    out = self._kept(g, whole)
-    self.at += 1
-    return _result(func, given, self._rows(out, axes[-1]), g.device)
-
-@patch
-def _rows(self:SliceDraws, o, axis):
-    "The rows of the slice in `o`"
-    return o if axis is None else o.narrow(axis.dim, axis.rows*self.i, axis.rows*self.n)
+    def _kept(self, g, whole):
+        "The numbers of the whole batch, drawn by the first slice that comes here"
+        batch = self.batch
+        if self.at not in batch.drawn:
+            batch.drawn[self.at] = tree_flatten(whole())[0][-1].cpu()
+            batch.ends.append((g, g.get_state()))
+        return batch.drawn[self.at]
 
 def _result(func, given, rows, device):
     "What `func` returns when it draws `rows`"
@@ -229,15 +216,21 @@ def _result(func, given, rows, device):
         return x.mul(rows).mul_(1/(1-p) if p<1 else 0.),rows
     return rows
 
-# %% ../../nbs/exact/draws.ipynb #a7a2d23a
-@patch
-def _kept(self:SliceDraws, g, whole):
-    "The numbers of the whole batch, drawn by the first slice that comes here"
-    batch = self.batch
-    if self.at not in batch.drawn:
-        batch.drawn[self.at] = tree_flatten(whole())[0][-1].cpu()
-        batch.ends.append((g, g.get_state()))
-    return batch.drawn[self.at]
+# %% ../../nbs/exact/draws.ipynb #0bab1777
+def _sized(size, axis, n):
+    "`size` for `n` samples"
+    if axis is None: return size
+    return *size[:axis.dim],axis.rows*n,*size[axis.dim+1:]
+
+@patch   # PyTorch would wrap it in the class, which makes it slower
+def __torch_dispatch__(self:SliceDraws, func, types, args=(), kwargs=None):
+    kwargs = kwargs or {}
+    if not drawn(func): return func(*args, **kwargs)
+    given = tree_flatten((args,kwargs))[0]
+    if self._is_next(func, given): return self._part(func, given, args, kwargs)
+    with Draws() as more: out = func(*args, **kwargs)
+    if more.draws: self._differs(f'with {_name(func)} {[_size(o) for o in given]}')
+    return out   # such as attention without dropout
 
 # %% ../../nbs/exact/draws.ipynb #fd4aeb8d
 @patch

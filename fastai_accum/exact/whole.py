@@ -43,28 +43,26 @@ class Exact(Coupled):
                              "on the host already")
         refuse(model)
 
-# %% ../../nbs/exact/whole.ipynb #10388301
-@patch
-def run(self:Exact, learn, forward, xb, parts, sizes):
-    "The predictions for each slice"
-    if learn.training and self.reads_texts: refuse_long(self.model, text_lengths(self.model, xb[0]))
-    if sizes is None:   # no targets to count
-        return super(Exact, self).run(learn, forward, xb, parts, sizes)
-    cut = partial(self.micro.cut_inputs, learn)
-    def run():
-        state = self.state()
-        try:
-            plan = self.plan(state, forward, xb, sum(sizes), cut)
-            return self.run_slices(plan, state, forward, parts, sizes)
-        except BaseException:
-            state.restore()
-            raise
-    with lent(batchnorm, sync_batch_norm=synced):
-        try: return run()
-        except Differs:   # such as layers that are left out at random
-            self.plans.clear()
-            self.takes_few = False
-        return run()
+    def run(self, learn, forward, xb, parts, sizes):
+        "The predictions for each slice"
+        if learn.training and self.reads_texts: refuse_long(self.model, text_lengths(self.model, xb[0]))
+        if sizes is None:   # no targets to count
+            return super().run(learn, forward, xb, parts, sizes)
+        cut = partial(self.micro.cut_inputs, learn)
+        def run():
+            state = self.state()
+            try:
+                plan = self.plan(state, forward, xb, sum(sizes), cut)
+                return self.run_slices(plan, state, forward, parts, sizes)
+            except BaseException:
+                state.restore()
+                raise
+        with lent(batchnorm, sync_batch_norm=synced):
+            try: return run()
+            except Differs:   # such as layers that are left out at random
+                self.plans.clear()
+                self.takes_few = False
+            return run()
 
 # %% ../../nbs/exact/whole.ipynb #28d41b96
 def refuse(model):

@@ -35,38 +35,45 @@ class GradAccumDtype(Callback):
                              f"got {dtype!r}")
         self.dtype = dtype
 
-# %% ../../nbs/extras/precision.ipynb #6a951add
-@patch
-def before_fit(self:GradAccumDtype):
-    "Check that there are windows to sum over"
-    learn = self.learn
-    if is_validation(learn): return
-    if len(learn.cbs.filter(risinstance(GradAccumDtype)))>1:
-        raise ValueError("GradAccumDtype: cbs holds more than one GradAccumDtype; keep one")
-    if not window_callbacks(learn):
-        raise ValueError("GradAccumDtype: the learner has no AccumulateStep; "
-                         "add one, for example AccumulateStep(n_step=4)")
+    def before_fit(self):
+        "Check that there are windows to sum over"
+        learn = self.learn
+        if is_validation(learn): return
+        if len(learn.cbs.filter(risinstance(GradAccumDtype)))>1:
+            raise ValueError("GradAccumDtype: cbs holds more than one GradAccumDtype; keep one")
+        if not window_callbacks(learn):
+            raise ValueError("GradAccumDtype: the learner has no AccumulateStep; "
+                             "add one, for example AccumulateStep(n_step=4)")
 
-# %% ../../nbs/extras/precision.ipynb #a5bd0350
-@patch
-def before_train(self:GradAccumDtype):
-    "Refuse a model whose gradients are added up over processes"
-    if any(isinstance(m, DistributedDataParallel) for m in self.learn.model.modules()):
-        raise ValueError("GradAccumDtype: the model is in DistributedDataParallel, and the sums of "
-                         "this callback cannot be added up over processes; remove GradAccumDtype")
+    def before_train(self):
+        "Refuse a model whose gradients are added up over processes"
+        if any(isinstance(m, DistributedDataParallel) for m in self.learn.model.modules()):
+            raise ValueError("GradAccumDtype: the model is in DistributedDataParallel, and the sums of "
+                             "this callback cannot be added up over processes; remove GradAccumDtype")
 
-# %% ../../nbs/extras/precision.ipynb #7088127e
-@patch
-@contextmanager
-def around_batches(self:GradAccumDtype, learn):
-    "While an epoch trains, take each gradient as soon as it is computed"
-    with ExitStack() as stack:
-        if learn.training:
-            stack.callback(vars(self).update, win=None, sums=None)
-            take = partial(self.take, in_charge(learn))
-            for p in [p for p in parameters(learn) if p.requires_grad]:
-                stack.callback(p.register_post_accumulate_grad_hook(take).remove)
-        yield
+    @contextmanager
+    def around_batches(self, learn):
+        "While an epoch trains, take each gradient as soon as it is computed"
+        with ExitStack() as stack:
+            if learn.training:
+                stack.callback(vars(self).update, win=None, sums=None)
+                take = partial(self.take, in_charge(learn))
+                for p in [p for p in parameters(learn) if p.requires_grad]:
+                    stack.callback(p.register_post_accumulate_grad_hook(take).remove)
+            yield
+
+    def before_backward(self):
+        "Choose the constant"
+        acc = in_charge(self.learn)
+        if acc.window and acc.scale is None:
+            acc.scale = acc.window.weigh()[0] or None   # no constant yet if no target counts
+
+    def before_step(self):
+        "Cast the mean over the window to the dtype of each parameter"
+        while self.sums:
+            p,g = self.sums.popitem()
+            if g.is_sparse: g = g.coalesce()   # before it is rounded
+            p.grad = g.mul_(self.win.factor).to(p.dtype)
 
 # %% ../../nbs/extras/precision.ipynb #29eb2ff5
 @patch
@@ -81,20 +88,3 @@ def take(self:GradAccumDtype, acc, p):
     if s is not None: g = g.add_(s) if s.is_sparse else s.add_(g)
     self.sums[p] = g
     p.grad = None
-
-# %% ../../nbs/extras/precision.ipynb #dfae2a96
-@patch
-def before_backward(self:GradAccumDtype):
-    "Choose the constant"
-    acc = in_charge(self.learn)
-    if acc.window and acc.scale is None:
-        acc.scale = acc.window.weigh()[0] or None   # no constant yet if no target counts
-
-# %% ../../nbs/extras/precision.ipynb #85cec877
-@patch
-def before_step(self:GradAccumDtype):
-    "Cast the mean over the window to the dtype of each parameter"
-    while self.sums:
-        p,g = self.sums.popitem()
-        if g.is_sparse: g = g.coalesce()   # before it is rounded
-        p.grad = g.mul_(self.win.factor).to(p.dtype)

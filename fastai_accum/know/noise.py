@@ -14,7 +14,7 @@ from fastai.basics import *
 from matplotlib.ticker import LogFormatter
 from scipy import stats
 from ..core import AccumulateStep,accumulation_settings,in_charge
-from .unchanged import Trial,unchanged
+from .unchanged import Beside,unchanged
 from ..private import AnyBatchNorm
 from ..refusals import check_count,check_learner,is_a
 from ..status import Status,has_bar
@@ -51,7 +51,7 @@ def squared(gs):
     return sum(map(one, gs))
 
 # %% ../../nbs/know/noise.ipynb #66e39e05
-class Measure(Trial):
+class Measure(Beside):
     "Notes the squares of gradients in `num_it` windows, and makes no step"
     order = 10.5   # after mixed precision, which divides by its scale, and before clipping
     win = None     # the window that is measured

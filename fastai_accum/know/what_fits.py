@@ -49,48 +49,44 @@ def best_of(ways):
 @dataclass(repr=False)
 class Fits:
     "The result of `what_fits`"
-    ways:list  # A `Way` for each line that was tried; the first is the learner as it is
+    ways:list  # A `Row` for each line that was tried; the first is the learner as it is
     budget:int # Bytes that a step may take
     note:str   # What was measured, and what was left out
 
     @property
     def best(self): return best_of(self.ways)   # `None` if nothing fits
 
-# %% ../../nbs/know/what_fits.ipynb #826d4fc7
-@patch(as_prop=True)
-def title(self:Fits):
-    "The suggestion, or what to do without one"
-    best,budget = self.best,as_text(self.budget)
-    if best:
-        what = f'`{best.line}` fits' if best.line else 'It fits as it is'
-        keeps = 'the same training' if best.is_same else best.changes
-        return f'{what}: {as_text(best.peak)} of {budget}, {keeps}'
-    said = f'Nothing that was tried fits in {budget}'
-    least = min((o for o in self.ways if o.peak), key=attrgetter('peak'), default=None)
-    if least: said += f': `{least.line or "learn"}` takes the least, {as_text(least.peak)}'
-    return (f'{said}. Take a smaller model, smaller images or shorter texts, '
-            'or an optimizer that keeps less, such as `SGD`')
+    @property
+    def title(self):
+        "The suggestion, or what to do without one"
+        best,budget = self.best,as_text(self.budget)
+        if best:
+            what = f'`{best.line}` fits' if best.line else 'It fits as it is'
+            keeps = 'the same training' if best.is_same else best.changes
+            return f'{what}: {as_text(best.peak)} of {budget}, {keeps}'
+        said = f'Nothing that was tried fits in {budget}'
+        least = min((o for o in self.ways if o.peak), key=attrgetter('peak'), default=None)
+        if least: said += f': `{least.line or "learn"}` takes the least, {as_text(least.peak)}'
+        return (f'{said}. Take a smaller model, smaller images or shorter texts, '
+                'or an optimizer that keeps less, such as `SGD`')
 
-@patch(as_prop=True)
-def table(self:Fits):
-    "The ways as a data frame; the time of the first way that was measured is 1"
-    unit = first(o.time for o in self.ways if o.time)
-    def row(o):
-        line,fits = o.line or '(as it is)','yes' if o.fits else 'no'
-        if not o.time: return line,'out of memory',fits,'',''
-        return line,as_text(o.peak),fits,f'{o.time/unit:.1f}',o.changes
-    cols = 'line','peak memory','fits','time','what changes'
-    return pd.DataFrame(list(map(row, self.ways)), columns=cols)
+    @property
+    def table(self):
+        "The ways as a data frame; the time of the first way that was measured is 1"
+        unit = first(o.time for o in self.ways if o.time)
+        def row(o):
+            line,fits = o.line or '(as it is)','yes' if o.fits else 'no'
+            if not o.time: return line,'out of memory',fits,'',''
+            return line,as_text(o.peak),fits,f'{o.time/unit:.1f}',o.changes
+        cols = 'line','peak memory','fits','time','what changes'
+        return pd.DataFrame(list(map(row, self.ways)), columns=cols)
 
-# %% ../../nbs/know/what_fits.ipynb #516b1d4a
-@patch
-def __repr__(self:Fits):
-    return f'{self.title}\n\n{self.table.to_string(index=False)}\n\n{self.note}'
+    def __repr__(self):
+        return f'{self.title}\n\n{self.table.to_string(index=False)}\n\n{self.note}'
 
-@patch
-def _repr_markdown_(self:Fits):
-    "The same, as a notebook shows it"
-    return f'**{self.title}**\n\n{self.table.to_html(index=False, border=0)}\n\n{self.note}'
+    def _repr_markdown_(self):
+        "The same, as a notebook shows it"
+        return f'**{self.title}**\n\n{self.table.to_html(index=False, border=0)}\n\n{self.note}'
 
 # %% ../../nbs/know/what_fits.ipynb #a397865c
 @patch

@@ -20,7 +20,6 @@ from ..proof import Way
 from ..private import is_compiled
 from ..refusals import is_validation
 from ..replace import lent
-from ..slices import NotPossible
 from ..state import ModelState,everybodys,refuse_lazy
 
 # %% ../../nbs/memory/checkpointing.ipynb #15266904
@@ -56,7 +55,31 @@ class GradientCheckpointing(Callback):
                           "it again at once saves little; pass blocks=[...], a list of smaller "
                           "modules", stacklevel=2)
 
+    @contextmanager
+    def around_batches(self, learn):
+        "A context in which the model keeps no activations of its blocks, if it trains"
+        with ExitStack() as stack:
+            if learn.training:
+                stack.enter_context(self.recomputing(learn))
+                if self.prove: stack.enter_context(self.proving(learn))
+            yield
+
+    @contextmanager
+    def recomputing(self, learn):
+        "A context in which the blocks are computed again"
+        with ExitStack() as stack:
+            generators = everybodys(learn.model)
+            for m,blocks in groupby(self.found(learn), 'm').items():
+                stack.enter_context(lent(m, forward=_recomputing(m, blocks, generators)))
+            yield
+
 def _short(o): return type(o).__name__ if isinstance(o, nn.Module) else f'{o!r:.60}'
+
+def _recomputing(m, blocks, generators):
+    "`forward` of `m` with its `blocks` computed again: `m` itself, or some of its children"
+    b = blocks[0]
+    if b.part is None: return again(str(b), m.forward, b.ms, generators)
+    return Chain(blocks, generators)
 
 # %% ../../nbs/memory/checkpointing.ipynb #bbee7beb
 @patch
@@ -80,37 +103,9 @@ def find_blocks(
 def again(name, forward, ms, generators):
     "`forward` of the modules `ms`, computed again in the backward pass"
     ms = nn.ModuleList(ms)
-    def in_place():
-        return NotPossible(f"GradientCheckpointing: {name} changes its input in place, so it cannot be computed again; "
-                           "leave it out of blocks")
+    in_place = (f"GradientCheckpointing: {name} changes its input in place, so it cannot be computed again; "
+                "leave it out of blocks")
     return Recompute(forward, lambda: ModelState(ms, generators=generators), in_place)
-
-# %% ../../nbs/memory/checkpointing.ipynb #4cb0842d
-@patch
-@contextmanager
-def around_batches(self:GradientCheckpointing, learn):
-    "A context in which the model keeps no activations of its blocks, if it trains"
-    with ExitStack() as stack:
-        if learn.training:
-            stack.enter_context(self.recomputing(learn))
-            if self.prove: stack.enter_context(self.proving(learn))
-        yield
-
-@patch
-@contextmanager
-def recomputing(self:GradientCheckpointing, learn):
-    "A context in which the blocks are computed again"
-    with ExitStack() as stack:
-        generators = everybodys(learn.model)
-        for m,blocks in groupby(self.found(learn), 'm').items():
-            stack.enter_context(lent(m, forward=_recomputing(m, blocks, generators)))
-        yield
-
-def _recomputing(m, blocks, generators):
-    "`forward` of `m` with its `blocks` computed again: `m` itself, or some of its children"
-    b = blocks[0]
-    if b.part is None: return again(str(b), m.forward, b.ms, generators)
-    return Chain(blocks, generators)
 
 # %% ../../nbs/memory/checkpointing.ipynb #3efbad16
 @patch

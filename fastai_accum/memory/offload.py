@@ -110,16 +110,14 @@ class Host:
         self.models = _addresses([*model.parameters(), *model.buffers()])
         self.own = self.models   # and the batch
 
-# %% ../../nbs/memory/offload.ipynb #4f733f2b
-def _addresses(ts): return {t.untyped_storage().data_ptr() for t in ts if isinstance(t, Tensor) and _is_plain(t)}
+    def stays(self, t):
+        "Whether `t` stays where it is"
+        if not _is_plain(t) or _is_here(t) or t.nbytes<self.least: return True
+        memory = t.untyped_storage()
+        is_expanded = memory.nbytes()<t.nbytes   # then its copy is larger
+        return is_expanded or memory.data_ptr() in self.own
 
-@patch
-def stays(self:Host, t):
-    "Whether `t` stays where it is"
-    if not _is_plain(t) or _is_here(t) or t.nbytes<self.least: return True
-    memory = t.untyped_storage()
-    is_expanded = memory.nbytes()<t.nbytes   # then its copy is larger
-    return is_expanded or memory.data_ptr() in self.own
+def _addresses(ts): return {t.untyped_storage().data_ptr() for t in ts if isinstance(t, Tensor) and _is_plain(t)}
 
 # %% ../../nbs/memory/offload.ipynb #477dd721
 @lru_cache(None)
