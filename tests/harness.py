@@ -154,6 +154,7 @@ def features(n, d=6, seed=0):
     return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 def classes(n, c=3, seed=0): return torch.randint(0, c, (n,), generator=torch.Generator().manual_seed(seed+1))
 def halves(m): return [params(m[0]), params(m[1:])]
+one_group = dict(splitter=trainable_params)
 
 def small_model(d=6, out=3, seed=0):
     torch.manual_seed(seed)
