@@ -271,56 +271,6 @@ def test_added_when_a_fit_has_begun(event):
     assert learn.accumulate_step.counts.n_steps==len(learn.spy.steps)-(0 if event=='before_train' else 8)
     assert AccumulateStep(4).counts.n_steps==0
 
-class Once(Callback):
-    "Sets a rate once, in the middle of a fit"
-    run_valid = False
-    def __init__(self, event): setattr(self, event, self._set)
-    def before_fit(self): self.done = False
-    def _set(self):
-        if not self.done and self.train_iter==2: self.opt.set_hyper('lr', 1e-3); self.done = True
-@each(event=['before_batch','after_pred','after_loss','after_backward','before_step','after_batch'])
-def test_a_rate_that_is_set_once(event):
-    _,b = same(**cases['kept'], also=lambda: Once(event), fit=lambda l: l.fit(2))
-    assert b.opt.hypers[-1]['lr']==1e-3
-
-@drawn(6, event='before_fit before_epoch before_train after_train before_validate after_epoch'.split(),
-       how=['with','summary'])
-def test_entering_the_learner(event, how):
-    "`with learn` and `learn.summary()` in the middle of a fit"
-    def enter(cb):
-        if getattr(cb.learn, 'epoch', 0) or hasattr(cb.learn, 'entered'): return
-        cb.learn.entered = True
-        kept = {k:v for k,v in vars(cb.learn).items()
-                if k in ('dl','training','epoch','train_iter','pct_train','n_iter')}
-        if how=='with':
-            with cb.learn: pass
-        else: cb.learn.summary()
-        vars(cb.learn).update(kept)
-        cb.model.train(cb.learn.training)
-    a,b = pair(**cases['kept'], also=lambda: Callback(**{event:enter}))
-    close(weights(a), weights(b))
-    assert len(a.spy.steps)==len(b.spy.steps)==6
-    is_clean(a)
-
-def test_parameters_that_come_in_a_window():
-    "A head that is added in the tail, with a new optimizer"
-    class Grows(nn.Module):
-        def __init__(self): super().__init__(); self.m = small_model()
-        def forward(self, x): return self.m(x)+(self.extra(x) if hasattr(self, 'extra') else 0)
-    def grow(cb):
-        if cb.training and cb.train_iter==2 and not hasattr(cb.model, 'extra'):
-            torch.manual_seed(1)
-            cb.model.extra = nn.Linear(6,3).double()
-            cb.learn.opt = SGD([list(cb.model.parameters())], lr=.1)
-    res = []
-    for bs,cbs in (8,[AccumulateStep(4)]),(32,[]):
-        learn = make_learner(make_dls(76, bs, shuffle=False), Grows(), cbs=[Callback(before_batch=grow)]+cbs,
-                             splitter=trainable_params, opt_func=SGD)
-        learn.fit(1)
-        res.append(weights(learn))
-    assert len(res[1])==6
-    close(*res)
-
 def test_batches_in_memory():
     "No more batches of the loader are alive than in plain training"
     import weakref
@@ -336,24 +286,6 @@ def test_batches_in_memory():
         return max(seen)
     plain = most([])
     for n_step in 2,4,6: assert most([AccumulateStep(n_step)])<=plain
-
-def test_each_micro_batch_is_seen():
-    "Also a micro-batch that seemed to be the last of its window, and was not"
-    class Sees(Callback):
-        each_micro_batch,run_valid,n = True,False,0
-        def after_batch(self): self.n += 1
-    def cancel(cb):
-        if cb.training and cb.micro.i==3: raise CancelBatchException
-    class Longer(DataLoader):
-        def __len__(self): return super().__len__()//2
-    dls = make_dls(96, 8)
-    learn = make_learner(DataLoaders(Longer(Items(features(96), classes(96)), bs=8), dls.valid),
-                         cbs=[Sees(), AccumulateStep(4, drop_last=False)])
-    learn.fit(1)
-    assert learn.sees.n==12
-    learn = make_learner(make_dls(80, 8), cbs=[Sees(), AccumulateStep(n_samples=32), Callback(before_batch=cancel)])
-    learn.fit(1)
-    assert learn.sees.n==10
 
 def test_a_slice_that_is_left_out():
     "With `n_samples` the window goes on until enough are in, also if a slice of its last batch was left out"

@@ -28,18 +28,6 @@ def alike(cb, tol=TOL, **kwargs): assert_same(train(cb, **kwargs), train(**kwarg
 
 modes = each(coupled=[False,True])
 
-losses = dict(
-    weighted  = lambda: nn.CrossEntropyLoss(weight=tensor([1.,10.,3.]).double()),
-    ignoring  = lambda: nn.CrossEntropyLoss(ignore_index=1),
-    smooth    = lambda: nn.CrossEntropyLoss(label_smoothing=.1),
-    of_sum    = lambda: nn.CrossEntropyLoss(reduction='sum'))
-@drawn(4, coupled=[False,True], loss=losses)
-def test_losses_in_slices(coupled, loss):
-    "A loss that sums gives the sum over the whole batch"
-    kwargs = dict(loss_func=losses[loss](), opt_func=SGD)
-    alike(MicroBatch(5, coupled=coupled), **kwargs)
-    alike([MicroBatch(5, coupled=coupled),AccumulateStep(1, average=False if loss=='of_sum' else None)], **kwargs)
-
 def test_weight():
     "`weight=` for a loss that `loss_weight` does not know"
     w = tensor([1.,10.,3.]).double()
@@ -261,7 +249,7 @@ def test_auto(coupled, where, how, scaler):
     while found>limit: found = -(-found//2)
     more = lambda: [AccumulateStep(n_step)] + [OnCpu(init_scale=2.**10, growth_interval=2)]*scaler
     def fit(learn): learn.recorder.train_metrics = True; cycle(learn)
-    kwargs = dict(bs=bs, fit=fit, metrics=accuracy, loss_func=losses['weighted']())
+    kwargs = dict(bs=bs, fit=fit, metrics=accuracy, loss_func=nn.CrossEntropyLoss(weight=tensor([1.,10.,3.]).double()))
     a = train([MicroBatch('auto', coupled=coupled),*more()], model=partial(Small, limit, where), **kwargs)
     b = train([MicroBatch(found, coupled=coupled),*more()], model=Noisy, **kwargs)
     assert_same(a, b, tol=0)
@@ -367,28 +355,6 @@ def test_auto_lets_other_errors_through(coupled, where):
     with pytest.raises(RuntimeError, match='mat1 and mat2'): learn.fit(1)
     assert set(learn.model.sizes)=={32}
 
-@modes
-def test_auto_validates_in_a_window(coupled):
-    """A validation in the middle of a window, with memory running out before and after it: the window is gone back
-    to as a whole"""
-    class Middle(EachMicro):
-        run_valid = False
-        def after_batch(self):
-            if self.micro.i!=1: return
-            dl,n_iter = self.dl,self.n_iter
-            self.learn.validate()
-            self.learn.dl,self.learn.n_iter,self.learn.iter,self.learn.training = dl,n_iter,0,True
-            self.model.train()
-    class At(Sizes):
-        def forward(self, x):
-            if self.training and len(x)>4 and len(self.sizes)>3: raise torch.OutOfMemoryError('CUDA out of memory')
-            return super().forward(x)
-    kwargs = dict(bs=8, n=64, fit=lambda l: l.fit(1, .02))
-    a,b = train([MicroBatch(coupled=coupled),AccumulateStep(4),Middle()], model=At,
-                **kwargs),train(AccumulateStep(4), model=Sizes, **kwargs)
-    assert rel(*([s['grads'] for s in o.spy.steps] for o in (a,b)))[0]<=TOL and len(b.spy.steps)==2
-    assert a.model.sizes[:4]==[(True,8),(True,8),(False,16),(False,8)] and (True,8) not in a.model.sizes[4:]
-
 # Models with a state
 
 class TokenLoss(nn.CrossEntropyLoss):
@@ -422,24 +388,6 @@ def test_a_model_with_a_state(coupled, cb):
     assert len(a.model[0].hidden[0][0][0])==16
 
 # What models, callbacks and learners do besides
-
-class Bank(nn.Module):
-    "A loss that keeps what the model has detached, as MoCo does, and looks at it in NumPy"
-    def __init__(self): super().__init__(); self.queue = []
-    def forward(self, p, y):
-        out,key = p
-        assert out.requires_grad and not key.requires_grad
-        self.queue = [*self.queue[-3:],key]
-        return F.cross_entropy(out, y)+(out.mean(0)-torch.cat(self.queue).mean(0)).pow(2).sum()*float(key.numpy().std())
-def test_outputs_without_gradient():
-    class Detaches(Noisy):
-        def forward(self, x): o = super().forward(x); return o,o.detach()
-    class Kept(Detaches):
-        def forward(self, x):
-            return tuple(torch.cat(os) for os in zip(*in_slices(self, super().forward, x)))
-    def fit(learn): learn.fit(2, cbs=NoValid())
-    assert_same(train(MicroBatch(8, coupled=True), model=Detaches, loss_func=Bank(), fit=fit),
-                train(model=Kept, loss_func=Bank(), fit=fit))
 
 def test_slices_without_gradient():
     "A slice, or all of the model, has no part in the gradient"
@@ -503,19 +451,6 @@ def test_callbacks_that_call_the_model(coupled):
                 assert not torch.equal(self.model(*self.xb, scale=2.), self.pred)
     assert_same(train([MicroBatch(5, coupled=coupled),Calls()], model=Asks),
                 train(Calls(), model=Asks))
-
-def test_inputs_that_a_callback_doubles():
-    "Two views of each sample, with one loss over all of them"
-    class Views(Callback):
-        order = 10
-        def before_batch(self): self.learn.xb = (torch.cat([self.x, self.x+.1]),)
-    def nt_xent(p, y):
-        a,b = F.normalize(p, dim=1).chunk(2)
-        return F.cross_entropy(a@b.T/.1, torch.arange(len(a)))
-    kwargs = dict(loss_func=nt_xent)
-    assert_same(train([MicroBatch(5, coupled=True),Views()], **kwargs), train(Views(), **kwargs))
-    assert_same(train([MicroBatch(coupled=True),Views()], model=partial(Small, 9), **kwargs),
-                train([MicroBatch(8, coupled=True),Views()], model=Noisy, **kwargs), tol=0)
 
 class Normal(nn.Module):
     "Its output depends on a buffer that moves; another buffer is there from the first pass on, and one grows"
@@ -688,17 +623,6 @@ def test_a_loss_of_what_the_model_keeps(kw, norm):
         def loss(p, y): return F.cross_entropy(p, y)+m.penalty+m.h.abs().mean()
         return train(cbs, model=lambda: m, loss_func=loss)
     assert_same(run(MicroBatch(8, **kw)), run())
-
-def test_a_model_that_needs_more_samples_than_tell_a_size():
-    "It trains and validates as before, with the size of its last slice"
-    class Four(Sizes):
-        def forward(self, x):
-            self.bs = len(x)
-            if len(x)<4: raise ValueError('too few samples')
-            return super().forward(x)
-    a,b = train(MicroBatch(4), model=Four, n=72),train(model=Four, n=72)
-    assert_same(a, b)
-    assert a.model.bs==4
 
 def test_the_proof_accepts_what_a_model_keeps(monkeypatch):
     monkeypatch.undo()   # the proof is on

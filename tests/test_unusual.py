@@ -286,15 +286,3 @@ def test_a_model_with_the_name_of_a_callback():
         return m
     alike(model=model)
     alike(lambda: MicroBatch(8), bs=32, model=model)
-
-def test_shuffled_texts():
-    "fastai's loader of texts sorts what it shuffles, and gives its order as an iterator"
-    from fastai.text.data import SortedDL
-    x = [torch.arange(1+i%5) for i in range(40)]
-    dl = SortedDL(list(zip(x, classes(40))), sort_func=lambda o: len(o[0]), res=[len(o) for o in x], shuffle=True, bs=4,
-                  create_batch=lambda b: (torch.stack([o.double().sum()[None].expand(6) for o,_ in b]),
-                                          torch.stack([y for _,y in b])))
-    for kw in dict(n_step=2),dict(n_samples=8):
-        learn = learner(DataLoaders(dl, dl), AccumulateStep(**kw))
-        learn.fit(2)
-        assert learn.accumulate_step.counts.n_steps==10
