@@ -174,11 +174,6 @@ def test_what_to_write():
     for f in AccumulateStep,turn_on_accumulation:   # a callback is no schedule
         with pytest.raises(ValueError, match='got AccumulateStep; write its `.n_step`'): f(AccumulateStep(4))
 
-def test_repr():
-    assert repr(AccumulateStep(4))=='AccumulateStep(n_step=4)'
-    assert repr(AccumulateStep(n_samples=64, drop_last=True))=='AccumulateStep(n_samples=64, drop_last=True)'
-    assert repr(MicroBatch(8, coupled=True))=='MicroBatch(bs=8, coupled=True)'
-
 @each(cb=[AccumulateStep, MicroBatch])
 def test_no_loader(cb):
     "An empty loader: the error says so, and speaks of the callback that was given"

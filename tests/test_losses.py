@@ -182,23 +182,6 @@ def test_window_of_weight_zero(name):
     assert len(a.recorder.lrs)==5 and not any(math.isnan(o) for o in a.recorder.losses)
     assert a.accumulate_step.counts.sizes==[0,32,0]*2
 
-class PairMix(MixHandler):
-    "MixUp that mixes neighbours, so that the batch size does not change the draws"
-    def before_batch(self):
-        i = torch.arange(len(self.y))^1
-        self.lam = torch.full((len(self.y),), .7).double()
-        self.yb1,x1 = tuple(o[i] for o in self.yb),self.x[i]
-        self.learn.xb = (torch.lerp(x1, self.x, .7),)
-
-@each(loss=[nn.CrossEntropyLoss(weight=W), nn.CrossEntropyLoss(), FocalLoss(weight=W),
-                                  LabelSmoothingCrossEntropy()])
-def test_mixup_of_losses(loss):
-    "Under MixUp a weighted cross-entropy divides by the samples"
-    loss.y_int = True
-    try: assert_same(*pair(loss, rare(), cbs=[PairMix]))
-    finally:
-        if 'y_int' in loss.__dict__: del loss.y_int
-
 def test_partials():
     "A `partial` keeps the flattening of fastai's losses, and its keywords count"
     p,t = real(4,1),real(4)

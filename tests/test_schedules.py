@@ -115,19 +115,6 @@ def test_bad_value_of_a_schedule():
             learn.fit(2)
         assert rel(before, [p.detach() for p in learn.model.parameters()])[0]==0
 
-def test_more_than_an_epoch():
-    def f(pct): return 99
-    msg = 'a window of 99 micro-batches is more than the 12 of an epoch'
-    learn = make_learner(make_dls(96, 8), cbs=AccumulateStep(f, drop_last=True))
-    with pytest.raises(ValueError, match=msg): learn.fit(2)
-    with pytest.warns(UserWarning, match=msg): make_learner(make_dls(96, 8), cbs=AccumulateStep(f)).fit(2)
-
-def test_windows_from_a_later_epoch():
-    "Epochs that are skipped are not refused"
-    learn = make_learner(make_dls(96, 8), cbs=AccumulateStep(lambda p: 99 if p<.5 else 3, drop_last=True))
-    learn.fit(4, start_epoch=2)
-    assert learn.accumulate_step.counts.n_steps==8
-
 def test_n_epoch_is_lowered_in_the_middle():
     "fastai goes on with all epochs; `f` is asked for 1 at most"
     asked = []

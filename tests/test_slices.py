@@ -94,37 +94,27 @@ def test_the_second_pass_draws_what_the_first_has_drawn():
 
 class Structured(nn.Module):
     "Several inputs and outputs, nested"
-    def __init__(self, out):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.out,self.a,self.b = out,nn.Linear(6,3).double(),nn.Linear(2,3).double()
+        self.a,self.b = nn.Linear(6,3).double(),nn.Linear(2,3).double()
     def forward(self, x, more):
         a,b = self.a(x),self.b(more['side'])*more['scale']
-        return dict(both=a+b, rest=[a,(b,)]) if self.out is dict else (a+b,[a,b]) if self.out is tuple else a+b
+        return dict(both=a+b, rest=[a,(b,)])
 
-class Nested:
-    def __init__(self, n): self.n = n
-    def __len__(self): return self.n
-    def __getitem__(self, i):
-        more = dict(side=features(80, 2)[i], scale=tensor(2.).double())
-        return features(80)[i],more,classes(80)[i],features(80, 3)[i]
-
-def nested_dls(n, bs):
-    def collate(items):
-        x,more,y,z = zip(*items)
-        return torch.stack(x),dict(side=torch.stack([o['side'] for o in more]), scale=more[0]['scale'],
-                                   name='side'),torch.stack(y),torch.stack(z)
-    dls = DataLoaders(*[DataLoader(Nested(k), bs=bs, create_batch=collate) for k in (n,24)])
+def listed(batch, n, bs):
+    "Loaders of two inputs, which have what `batch` makes of ranges of samples"
+    dls = DataLoaders(*[DataLoader([batch(i, min(i+bs,k)) for i in range(0, k, bs)], bs=None) for k in (n,24)])
     dls.n_inp = 2
     return dls
+def nested(i, j):
+    x,side,y,z = (o[i:j] for o in (features(80),features(80, 2),classes(80),features(80, 3)))
+    return x,dict(side=side, scale=tensor(2.).double(), name='side'),y,z
 
-@drawn(3, coupled=[False,True], out=[Tensor,tuple,dict])
-def test_nested_batches(coupled, out):
-    def loss(pred, y, z):
-        a = pred['both'] if out is dict else pred[0] if out is tuple else pred
-        b = pred['rest'][1][0] if out is dict else pred[1][1] if out is tuple else pred
-        return F.cross_entropy(a, y)+F.mse_loss(b.mean(1), z[:,0])
-    alike(MicroBatch(5, coupled=coupled), dls=nested_dls, model=partial(Structured, out), loss_func=loss)
+@modes
+def test_nested_batches(coupled):
+    def loss(pred, y, z): return F.cross_entropy(pred['both'], y)+F.mse_loss(pred['rest'][1][0].mean(1), z[:,0])
+    alike(MicroBatch(5, coupled=coupled), dls=partial(listed, nested), model=Structured, loss_func=loss)
 
 def test_slices_of_containers():
     from collections import UserDict,namedtuple
@@ -173,12 +163,9 @@ class Packed(nn.Module):
         self.bag,self.out = nn.EmbeddingBag(20, 5).double(),nn.Linear(5, 3).double()
     def forward(self, tokens, starts): return self.out(self.bag(tokens, starts))
 
-def packed_dls(n, bs):
-    texts = [torch.arange(i, i+1+i%5)%20 for i in range(80)]
-    def batch(i, j): return torch.cat(texts[i:j]),tensor([0]+[len(o) for o in texts[i:j-1]]).cumsum(0),classes(80)[i:j]
-    dls = DataLoaders(*[DataLoader([batch(i, min(i+bs,k)) for i in range(0, k, bs)], bs=None) for k in (n,24)])
-    dls.n_inp = 2
-    return dls
+texts = [torch.arange(i, i+1+i%5)%20 for i in range(80)]
+def of_texts(i, j):
+    return torch.cat(texts[i:j]),tensor([0]+[len(o) for o in texts[i:j-1]]).cumsum(0),classes(80)[i:j]
 
 def split_packed(b, bs):
     tokens,starts,*ys = b
@@ -189,7 +176,7 @@ def split_packed(b, bs):
 
 @modes
 def test_packed_texts(coupled):
-    kwargs = dict(dls=packed_dls, model=Packed)
+    kwargs = dict(dls=partial(listed, of_texts), model=Packed)
     a,b = train(MicroBatch(5, coupled=coupled, split=split_packed), **kwargs),train(**kwargs)
     assert_same(a, b)
     test = DataLoader([o[:2] for o in a.dls.valid], bs=None)   # no targets to count the samples by
@@ -199,7 +186,7 @@ logs = WeakKeyDictionary()   # not held by the models: what they hold counts a b
 
 class Sizes(nn.Module):
     sizes = property(lambda self: logs.setdefault(self, []))
-    def __init__(self, out=3): super().__init__(); self.m = small_model()
+    def __init__(self): super().__init__(); self.m = small_model()
     def forward(self, x): self.sizes.append((self.training,len(x))); return self.m(x)
 
 others = dict(clip=lambda: GradientClip(.1), scaler=lambda: OnCpu(init_scale=2.**10, growth_interval=2),
@@ -213,8 +200,7 @@ def test_beside_others(coupled, name):
 @each(mix=[MixUp,CutMix])
 def test_mixup_in_slices(mix, monkeypatch):
     "With `coupled=True`, MixUp draws as without slices. Otherwise it draws within each slice, and still trains"
-    def images(n, bs):
-        return make_dls(n, bs, x=features(80, 16).view(80,1,4,4), y=classes(80))
+    def images(n, bs): return make_dls(n, bs, x=features(80, 16).view(80,1,4,4), y=classes(80))
     def model(): return nn.Sequential(nn.Flatten(), small_model(16))
     def mixer(): cb = mix(.4); cb.distrib = torch.distributions.Beta(*torch.tensor([.4,.4])); return cb
     torch.set_default_dtype(torch.float64)   # of λ
@@ -282,14 +268,13 @@ def test_auto_on_a_gpu(coupled, amp):
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6,2**16), nn.Tanh(), nn.Dropout(.1), nn.Linear(2**16,3)).double()
     def fit(learn): learn.dls.to('cuda'); learn.fit(2); learn.model.cpu()
-    def run(cb, bs=1024, fraction=1.):
-        torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(fraction)
-        try: return train([cb,*([MixedPrecision()] if amp else [])], n=3*bs, bs=bs, fit=fit, model=model,
-                          opt_func=partial(SGD, mom=.9))
-        finally: torch.cuda.set_per_process_memory_fraction(1.)
+    def run(cb, bs=1024):
+        return train([cb,*([MixedPrecision()] if amp else [])], n=3*bs, bs=bs, fit=fit, model=model, opt_func=SGD)
+    torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    a = run(MicroBatch('auto', coupled=coupled), fraction=(torch.cuda.memory_allocated()+2**29)/total)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated()+2**29)/total)
+    try: a = run(MicroBatch('auto', coupled=coupled))
+    finally: torch.cuda.set_per_process_memory_fraction(1.)
     found = a.micro_batches.fits[True]
     assert 1<=found<1024
     assert_same(a, run(MicroBatch(found, coupled=coupled)), tol=1e-3 if amp else TOL)
@@ -376,16 +361,25 @@ def language_model(p=0.):
     torch.manual_seed(0)
     return get_language_model(AWD_LSTM, 20, config).double()
 
-@drawn(3, coupled=[False,True], cb=[dict(bs=4),dict(bs=5),dict(bs=5, n_step=2)])
-def test_a_model_with_a_state(coupled, cb):
+def train_lm(*cbs, model=language_model):
+    return train([*rnn_cbs(0., 0.),*cbs], dls=texts_dls, model=model, n=40, bs=16, loss_func=TokenLoss())
+
+@each(coupled=[False,True], bs=[4,5])
+def test_a_model_with_a_state(coupled, bs):
     "Each slice goes on with the state of its own rows"
-    from fastai.callback.rnn import rnn_cbs
-    n_step = cb.get('n_step', 1)
-    kwargs = dict(dls=texts_dls, model=language_model, n=40, bs=16, loss_func=TokenLoss(), splitter=trainable_params)
-    a = train([*rnn_cbs(0., 0.),AccumulateStep(n_step),MicroBatch(cb['bs'], coupled=coupled)], **kwargs)
-    b = train([*rnn_cbs(0., 0.),AccumulateStep(n_step)], **kwargs)
-    assert_same(a, b)
+    a = train_lm(AccumulateStep(bs-3), MicroBatch(bs, coupled=coupled))
+    assert_same(a, train_lm(AccumulateStep(bs-3)))
     assert len(a.model[0].hidden[0][0][0])==16
+
+@modes
+def test_auto_with_a_state(coupled):
+    "AWD-LSTM goes back to its hidden state"
+    def full(m, x, out):
+        if m.training and len(x[0])>5: raise torch.OutOfMemoryError('CUDA out of memory')
+    def model(): m = language_model(.3); m[0].register_forward_hook(full); return m
+    a = train_lm(MicroBatch('auto', coupled=coupled), model=model)
+    b = train_lm(MicroBatch(4, coupled=coupled), model=partial(language_model, .3))
+    assert_same(a, b, tol=TOL if coupled else 0)
 
 # What models, callbacks and learners do besides
 
@@ -397,13 +391,14 @@ def test_slices_without_gradient():
             out,keep = torch.zeros(len(x), 3).double(),x[:,0]>.5
             if keep.any(): out[keep] = self.m(x[keep])
             return out
-    assert_same(train(MicroBatch(2, coupled=True), model=Some), train(model=Some))
+    alike(MicroBatch(2, coupled=True), model=Some)
     def frozen(): return small_model().requires_grad_(False)
-    kwargs = dict(model=frozen, splitter=lambda m: [[lf.s]])
-    lf = Scaled(); a = train(MicroBatch(8, coupled=True), loss_func=lf, **kwargs)
-    lf = Scaled(); b = train(loss_func=lf, **kwargs)
+    def run(*cbs):
+        loss = Scaled()
+        return train(cbs, model=frozen, loss_func=loss, splitter=lambda m: [[loss.s]])
+    a,b = run(MicroBatch(8, coupled=True)),run()
     assert_same(a, b)
-    assert rel(a.loss_func.s, b.loss_func.s)[0]<=TOL
+    close(a.loss_func.s, b.loss_func.s)
 
 def test_input_changed_in_place():
     class Changes(Small):
@@ -418,8 +413,7 @@ def test_modes_of_the_first_pass():
         run_valid = False
         def before_batch(self): self.model.drop.eval()
         def after_pred(self): self.model.drop.train()
-    assert_same(train([MicroBatch(8, coupled=True),Mode()], model=Noisy),
-                train(Mode(), model=InSlices))
+    assert_same(train([MicroBatch(8, coupled=True),Mode()], model=Noisy), train(Mode(), model=InSlices))
 
 @each(preds=[[(torch.ones(2),1.), (torch.ones(1),5.)], [torch.ones(()), torch.zeros(())],
                                    [torch.ones(2,2), torch.ones(2,2)], [SimpleNamespace(x=1), SimpleNamespace(x=1)]])
@@ -449,8 +443,7 @@ def test_callbacks_that_call_the_model(coupled):
             with torch.no_grad():
                 self.model(self.xb[0][:3])
                 assert not torch.equal(self.model(*self.xb, scale=2.), self.pred)
-    assert_same(train([MicroBatch(5, coupled=coupled),Calls()], model=Asks),
-                train(Calls(), model=Asks))
+    assert_same(train([MicroBatch(5, coupled=coupled),Calls()], model=Asks), train(Calls(), model=Asks))
 
 class Normal(nn.Module):
     "Its output depends on a buffer that moves; another buffer is there from the first pass on, and one grows"
@@ -487,23 +480,9 @@ def test_auto_does_not_try_a_step_again():
 
 @modes
 def test_auto_closes_autocast(coupled):
-    train([MicroBatch('auto', coupled=coupled),OnCpu(torch.bfloat16)], model=lambda: Small(8).float(), dls=lambda *args:
-          make_dls(*args, x=features(80).float(), y=classes(80)),
-          fit=lambda l: l.fit(1))
+    def dls(n, bs): return make_dls(n, bs, x=features(80).float(), y=classes(80))
+    train([MicroBatch('auto', coupled=coupled),OnCpu(torch.bfloat16)], model=lambda: Small(8).float(), dls=dls)
     assert n_autocast()==0
-
-@modes
-def test_auto_with_a_state(coupled):
-    "AWD-LSTM goes back to its hidden state"
-    from fastai.callback.rnn import rnn_cbs
-    def full(m, x, out):
-        if m.training and len(x[0])>5: raise torch.OutOfMemoryError('CUDA out of memory')
-    def model(): m = language_model(.3); m[0].register_forward_hook(full); return m
-    kwargs = dict(dls=texts_dls, n=40, bs=16, loss_func=TokenLoss(), splitter=trainable_params)
-    a,b = train([*rnn_cbs(0., 0.),MicroBatch('auto', coupled=coupled)], model=model,
-                **kwargs),train([*rnn_cbs(0., 0.),MicroBatch(4, coupled=coupled)], model=partial(language_model, .3),
-                                **kwargs)
-    assert_same(a, b, tol=1e-12 if coupled else 0)
 
 def test_auto_goes_back_twice_to_what_was_there():
     "The second batch of a window does not fit, nor does its half: both times the gradients of the first are undone"
@@ -514,8 +493,7 @@ def test_auto_goes_back_twice_to_what_was_there():
         x,y = features(80),classes(80)
         return DataLoaders(*[DataLoader([(x[i:j],y[i:j]) for i,j in ((0,8),(8,40),(40,48),(48,80))], bs=None)
                              for _ in range(2)])
-    kwargs = dict(dls=dls, fit=fit)
-    a,b = (train([MicroBatch(bs),AccumulateStep(2)], model=m, **kwargs)
+    a,b = (train([MicroBatch(bs),AccumulateStep(2)], dls=dls, fit=fit, model=m)
            for bs,m in (('auto',partial(Small, 8)),(8,Noisy)))
     assert_same(a, b, tol=0)
 
@@ -524,17 +502,13 @@ def parallel(model):
     with mock.patch('torch.nn.parallel.data_parallel._get_available_device_type', lambda: None):
         return nn.DataParallel(model)
 
-@modes
-@pytest.mark.parametrize('how', [torch.jit.script, lambda m: torch.jit.trace(m, features(4)), parallel,
-    lambda m: torch.compile(m, backend='eager')], ids=['script','trace','parallel','compile'])
+@each(coupled=[False,True], how=[torch.jit.script, lambda m: torch.jit.trace(m, features(4)), parallel,
+                                 lambda m: torch.compile(m, backend='eager')])
 @pytest.mark.filterwarnings('ignore:.*torch.jit.*')
-def test_models_in_wrappers(coupled, how, request):
-    if coupled and request.node.callspec.id.startswith(('script','trace')):   # their code cannot be run in part
-        with pytest.raises(RuntimeError, match='TorchScript'):
-            train(MicroBatch(5, coupled=True), model=lambda: how(small_model()))
-        return
-    assert_same(train(MicroBatch(5, coupled=coupled), model=lambda: how(small_model())),
-                train(**one_group))
+def test_models_in_wrappers(coupled, how):
+    cb,model = MicroBatch(5, coupled=coupled),lambda: how(small_model())
+    if not (coupled and 'jit' in str(type(model()))): return assert_same(train(cb, model=model), train())
+    with pytest.raises(RuntimeError, match='TorchScript'): train(cb, model=model)   # its code cannot be run in part
 
 def test_a_forward_of_the_user():
     "One that was put on the model stays on it"
@@ -611,10 +585,10 @@ def test_what_the_model_keeps(kw, bs):
     assert_same(a, b)
     assert {o[1] for o in a.seen}=={32,8,16}
 
-@pytest.mark.parametrize('kw,norm', [({},False), (dict(coupled=True),False), (dict(exact=True),False),
-                                     (dict(exact=True),True)], ids=str)
+@each(kw=[{}, dict(coupled=True), dict(exact=True)], norm=[False,True])
 def test_a_loss_of_what_the_model_keeps(kw, norm):
     "Its gradient is right, too, and so is the validation loss"
+    if norm and 'exact' not in kw: return   # it sees slices
     class Penal(Keeps):
         def __init__(self): super().__init__(); self.m = with_norm() if norm else self.m
     def run(*cbs):

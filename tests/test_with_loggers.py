@@ -108,16 +108,14 @@ def test_csv_logger(append, works, tmp_path):
     assert fb[0]==['epoch','train_loss','valid_loss','acc','time'] and len(fb)==(7 if append else 3)
 
 def bars(learn):
-    "Bars that keep what they are told: moves and totals, lines, points of the graph"
-    learn.moves,learn.lines,learn.graphs = [],[],[]
-    class Bar(fap.progress_bar):
-        def update(self, val): learn.moves.append((val,self.total)); super().update(val)
+    "A bar that keeps what it is told: lines, and points of the graph"
+    learn.lines,learn.graphs = [],[]
     class Master(fap.master_bar):
         def write(self, line, table=False):
             learn.lines.append([fields(o) for o in line[:-1]])
             super().write(line, table)
         def update_graph(self, *args): learn.graphs.append(deepcopy(args)); super().update_graph(*args)
-    return dict(progress_bar=Bar, master_bar=Master)
+    return Master
 
 @row('Loggers', 'ProgressCallback, ShowGraphCallback',
      'everything, the graph and its bounds, the comment at each step, and the lines without the times',
@@ -127,7 +125,7 @@ def test_progress_and_graph(works, monkeypatch):
         learn.logger = print
         learn.add_cbs([ProgressCallback(), ShowGraphCallback()])   # here, since `make_learner` removes bars
         with monkeypatch.context() as m:
-            for k,v in bars(learn).items(): m.setattr(fap, k, v)
+            m.setattr(fap, 'master_bar', bars(learn))
             learn.fit(3)
     a,b = pair(lambda: Watch(61, after_batch=lambda cb: cb.progress.pbar.comment if cb.training else None), metrics=acc,
                fit=fit)
@@ -135,7 +133,6 @@ def test_progress_and_graph(works, monkeypatch):
     works.same(a.graphs, b.graphs, 'graph')
     assert a.watch.seen==b.watch.seen and len(b.watch.seen)==9   # four digits
     assert a.lines==b.lines and len(b.lines)==1+3 and len(b.graphs)==3   # six digits
-    for l,n in ((a,10),(b,3)): assert l.moves==[(i,m) for _ in range(3) for m in (n,2) for i in range(m+1)]
 
 class HalfLoss(nn.CrossEntropyLoss):
     "A loss that keeps a part of itself, as `LossMetric` reads it"
@@ -180,8 +177,7 @@ def fat():
 @row('Loggers', 'TensorBoardCallback', 'everything, and each scalar with its step',
      note='`train_iter` counts windows. With `trace_model=True` too.')
 def test_tensorboard(fat, works, tmp_path, monkeypatch):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    class Writer(fat.SummaryWriter):   # the file holds float32
+    class Writer(fat.SummaryWriter):
         def __init__(self, *args, **kwargs): self.scalars = []; super().__init__(*args, **kwargs)
         def add_scalar(self, tag, v, step): self.scalars.append([tag,v,step]); super().add_scalar(tag, v, step)
     monkeypatch.setattr(fat, 'SummaryWriter', Writer)
@@ -191,10 +187,6 @@ def test_tensorboard(fat, works, tmp_path, monkeypatch):
     works(a, b)
     sa,sb = (l.tensor_board.writer.scalars for l in (a,b))
     works.same(sa, sb, 'scalars')
-    for k,scalars in (('a',sa), ('b',sb)):
-        file = EventAccumulator(str(tmp_path/k)).Reload()
-        read = [[tag,e.value,e.step] for tag in file.Tags()['scalars'] for e in file.Scalars(tag)]
-        assert rel(sorted(read), sorted(scalars))[0]<1e-7 and file.Tags()['graph']
     # also after each batch of validation
     assert [s for tag,_,s in sb if tag=='train_loss']==[1,2,3,3,3, 4,5,6,6,6, 7,8,9,9,9]
 
