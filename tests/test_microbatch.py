@@ -52,11 +52,12 @@ def test_validation_in_slices(coupled):
     seen = []
     def metric(p, y): seen.append(len(y)); return spread(p, y)   # no mean of those of slices
     def model(): m = Sizes(); m.drop.p = 0.; return m
-    a,b = whole(lambda: MicroBatch(5, coupled=coupled, prove=False), metrics=metric, model=model, but='buffers')
+    kwargs = dict(metrics=metric, model=model, but='buffers')
+    a,b = whole(lambda: MicroBatch(5, coupled=coupled, prove=False), **kwargs)
     assert max(n for _,n in a.model.sizes)==5 and set(seen)=={16,8}
     for x,y in zip(a.get_preds(with_loss=True), b.get_preds(with_loss=True)): close(x, y)
     close(a.validate(), b.validate())
-    c,_ = whole(lambda: MicroBatch(5, coupled=coupled, valid=False, prove=False), metrics=metric, model=model, but='buffers')
+    c,_ = whole(lambda: MicroBatch(5, coupled=coupled, valid=False, prove=False), **kwargs)
     assert max(n for t,n in c.model.sizes if not t)==16 and max(n for t,n in c.model.sizes if t)==5
 
 @modes

@@ -52,7 +52,9 @@ class Learned(nn.Module):
     def forward(self, pred, y): return self.loss(pred*self.t, y)
 
 def unfreezes(at, event):
-    return Callback(**{event: lambda cb: cb.learn.unfreeze() if cb.training and cb.epoch==0 and cb.micro.i==at else None})
+    def f(cb):
+        if cb.training and cb.epoch==0 and cb.micro.i==at: cb.learn.unfreeze()
+    return Callback(**{event:f})
 def leaves_out(cb):
     if cb.training and cb.micro.i in (1,7): raise CancelBatchException
 def summed(): return nn.CrossEntropyLoss(reduction='sum')

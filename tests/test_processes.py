@@ -22,7 +22,8 @@ def run(world, folder, names, limit=LIMIT):
     logs = [folder/f'log{r}' for r in range(world)]
     args = lambda r: [sys.executable, Path(__file__).parent/'several.py', str(r), str(world),
                       folder, *names]
-    ps = [subprocess.Popen(args(r), env={**os.environ, **env}, stdout=logs[r].open('w'), stderr=subprocess.STDOUT) for r in range(world)]
+    ps = [subprocess.Popen(args(r), env={**os.environ, **env}, stdout=l.open('w'), stderr=subprocess.STDOUT)
+          for r,l in enumerate(logs)]
     end = time.time()+limit
     try: codes = [p.wait(max(1, end-time.time())) for p in ps]
     finally:
