@@ -107,7 +107,7 @@ def test_warns_once():
     said, = [str(o.message) for o in rec if 'AccumulateStep' in str(o.message)]
     assert 'a window of 9 micro-batches is more than the 8 of an epoch' in said and 'each epoch makes one step' in said
 
-counts_steps = """n_steps nsteps acc_steps accum accum_iter accumulation_steps accumulate_grad_batches
+counts_steps = """n_steps nsteps acc_steps accum accumulation_steps accumulate_grad_batches n_batches num_steps
 gradient_accumulation_steps grad_accum_steps update_freq every_k_schedule n_acc n_micro""".split()
 
 def test_other_names():
@@ -115,36 +115,41 @@ def test_other_names():
         with pytest.raises(TypeError, match=rf"AccumulateStep: .* '{name}'. Did you mean `AccumulateStep\(n_step=4\)`"):
             f(**{name:4})
 
-right_arguments = [(AccumulateStep, dict(n_acc=64), r'or `AccumulateStep\(n_samples=64\)`'),
-    (AccumulateStep, dict(batch_size=64), r'Did you mean `AccumulateStep\(n_samples=64\)`'),
-    (AccumulateStep, dict(accum_bs=64), r'Did you mean `AccumulateStep\(n_samples=64\)`'),
-    (AccumulateStep, dict(n_batches=4), r'Did you mean `AccumulateStep\(n_step=4\)`'),
-    (MicroBatch, dict(slice=8), r'Did you mean `MicroBatch\(bs=8\)`'),
-    (AccumulateStep, dict(bs=8), r'`MicroBatch\(bs=8\)`'),
-    (AccumulateStep, dict(exact=True), r'`MicroBatch\(exact=True\)`'),
-    (AccumulateStep, dict(num_steps=4), r'Did you mean `AccumulateStep\(n_step=4\)`'),
-    (MicroBatch, dict(exat=True), r'Did you mean `MicroBatch\(exact=True\)`'),
-    (MicroBatch, dict(batch_size=8), r'Did you mean `MicroBatch\(bs=8\)`'),
-    *[(MicroBatch, {k:4}, r'`AccumulateStep\(n_step=4\)`') for k in ('n_step','n_steps')],
-    (AccumulateStep, dict(nonsense=1), "no argument 'nonsense'. The arguments are n_step, n_samples")]
+accumulates = AccumulateStep,partial(Learner.accumulate, None),turn_on_accumulation
+cuts = MicroBatch,partial(Learner.micro_batch, None)
 
-def test_the_right_argument():
-    for cls,kw,match in right_arguments:
-        for f in (cls,turn_on_accumulation)[:1+(cls is AccumulateStep)]:
-            with pytest.raises(TypeError, match=f'{cls.__name__}: .*{match}'): f(**kw)
+@each(case=[
+    (accumulates[::2], (), dict(n_acc=64), r'or `AccumulateStep\(n_samples=64\)`'),
+    (accumulates[::2], (), dict(batch_size=64), r'Did you mean `AccumulateStep\(n_samples=64\)`'),
+    (accumulates[::2], (), dict(accum_bs=64), r'Did you mean `AccumulateStep\(n_samples=64\)`'),
+    (accumulates[::2], (), dict(bs=8), r'`MicroBatch\(bs=8\)`'),
+    (accumulates[::2], (), dict(exact=True), r'`MicroBatch\(exact=True\)`'),
+    (accumulates[::2], (), dict(nonsense=1), "no argument 'nonsense'. The arguments are n_step, n_samples"),
+    (cuts[:1], (), dict(slice=8), r'Did you mean `MicroBatch\(bs=8\)`'),
+    (cuts[:1], (), dict(batch_size=8), r'Did you mean `MicroBatch\(bs=8\)`'),
+    (cuts[:1], (), dict(exat=True), r'Did you mean `MicroBatch\(exact=True\)`'),
+    (cuts[:1], (), dict(n_steps=4), r'`AccumulateStep\(n_step=4\)`'),
+    # what a second argument without a name means, nobody can tell
+    (cuts, (8,True), {}, r'name the flag, as in MicroBatch\(8, exact=True\)'),
+    (accumulates, (8,True), {}, r'name the flag, as in AccumulateStep\(8, average=True\)'),
+    (accumulates, (8,64), {}, 'give one of n_step.* and n_samples.*; got 8 and 64'),
+    (cuts[:1], (64,8), {}, r'MicroBatch: give the samples.* use AccumulateStep\(n_step=8\)')])
+def test_the_right_argument(case):
+    fs,args,kw,match = case
+    for f in fs:
+        with pytest.raises(TypeError, match=match): f(*args, **kw)
 
-def test_flags_have_a_name():
-    "`MicroBatch(8, True)` does not say which flag is meant"
-    for f in MicroBatch,partial(Learner.micro_batch, None):
-        with pytest.raises(TypeError, match=r'name the flag, as in MicroBatch\(8, exact=True\)'): f(8, True)
-    for f in AccumulateStep,partial(Learner.accumulate, None),turn_on_accumulation:
-        with pytest.raises(TypeError, match=r'name the flag, as in AccumulateStep\(8, average=True\)'): f(8, True)
-
-def test_two_numbers():
-    for f in AccumulateStep,partial(Learner.accumulate, None),turn_on_accumulation:
-        with pytest.raises(TypeError, match='give one of n_step.* and n_samples.*; got 8 and 64'): f(8, 64)
-    says = r'MicroBatch: give the samples.* use AccumulateStep\(n_step=8\)'
-    with pytest.raises(TypeError, match=says): MicroBatch(64, 8)
+@each(case=[
+    (AccumulateStep, lambda: 64/16, 'got 4.0; write 4$'),
+    (AccumulateStep, lambda: [1,2,4], 'pass a function `pct -> int`'),
+    (AccumulateStep, lambda: {0:1, 4:4}, 'got {0: 1, 4: 4}; .*pass a function `pct -> int`'),
+    (AccumulateStep, lambda: make_learner(make_dls(64, 8)), r'got Learner; write learn.accumulate\(4\)'),
+    (MicroBatch, lambda: make_learner(make_dls(64, 8)), r'got Learner; write learn.micro_batch\(4\)'),
+    (AccumulateStep, lambda: AccumulateStep(4), 'got AccumulateStep; write its `.n_step`'),   # it is no schedule
+    (turn_on_accumulation, lambda: AccumulateStep(4), 'got AccumulateStep; write its `.n_step`')])
+def test_what_to_write(case):
+    f,arg,match = case
+    with pytest.raises(ValueError, match=match): f(arg())
 
 def test_a_window_of_one_batch_has_no_note(capsys):
     "Batch norm sees all of it"
@@ -161,18 +166,6 @@ def test_slices_above_the_batch():
         with pytest.warns(UserWarning, match='MicroBatch: bs=64 is above.* 16 .*no batch is cut') as found: learn.fit(1)
         return any('add AccumulateStep' in str(o.message) for o in found)
     assert said() and not said(AccumulateStep(2))
-
-def test_a_learner_is_no_number():
-    learn = make_learner(make_dls(64, 8))
-    with pytest.raises(ValueError, match=r'got Learner; write learn.accumulate\(4\)'): AccumulateStep(learn, 4)
-    with pytest.raises(ValueError, match=r'got Learner; write learn.micro_batch\(4\)'): MicroBatch(learn)
-
-def test_what_to_write():
-    with pytest.raises(ValueError, match='got 4.0; write 4$'): AccumulateStep(64/16)
-    with pytest.raises(ValueError, match='pass a function `pct -> int`'): AccumulateStep([1,2,4])
-    with pytest.raises(ValueError, match='got {0: 1, 4: 4}; .*pass a function `pct -> int`'): AccumulateStep({0:1, 4:4})
-    for f in AccumulateStep,turn_on_accumulation:   # a callback is no schedule
-        with pytest.raises(ValueError, match='got AccumulateStep; write its `.n_step`'): f(AccumulateStep(4))
 
 @each(cb=[AccumulateStep, MicroBatch])
 def test_no_loader(cb):

@@ -20,7 +20,7 @@ cases = dict(
 fits = dict(fit=lambda l: l.fit(2), one_cycle=lambda l: l.fit_one_cycle(3),
             lr_find=lambda l: l.lr_find(num_it=7, show_plot=False, suggest_funcs=None))
 
-@drawn(12, case=cases, fit=fits)
+@each(12, case=cases, fit=fits)
 def test_every_event(case, fit, tmp_path):
     "Events, counters, the schedule and the loss, at orders around fastai's own"
     a,b = pair(**cases[case], also=probes, fit=fits[fit], path=tmp_path)
@@ -208,7 +208,7 @@ class PredictsInside(Predicts):
 
 callbacks = dict(average=Average, every=EveryOther, validates=Validates, predicts=Predicts, inside=PredictsInside)
 
-@drawn(7, name=callbacks, case=['kept','dropped','n_samples','shorter','micro','coupled','both'])
+@each(7, name=callbacks, case=['kept','dropped','n_samples','shorter','micro','coupled','both'])
 def test_what_acts_once_a_batch(name, case):
     a,b = same(**cases[case], also=callbacks[name], but=('final_record','values') if name=='validates' else ())
     for k in 'avg','seen': close(*(getattr(first(l.cbs, risinstance(callbacks[name])), k, []) for l in (a,b)))

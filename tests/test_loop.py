@@ -130,7 +130,7 @@ def test_a_window_that_is_thrown_away_clears_all(event, exc):
     with pytest.raises(exc) if exc is KeyboardInterrupt else nullcontext(): learn.fit(1)
     for p in *learn.model.parameters(),loss.s: assert p.grad is None or not p.grad.any()
 
-@drawn(8, cbs=[(AccumulateStep,),(MicroBatch,),(AccumulateStep,MicroBatch)],
+@each(8, cbs=[(AccumulateStep,),(MicroBatch,),(AccumulateStep,MicroBatch)],
        event='''before_epoch before_train before_batch after_loss after_backward before_step after_batch
                 after_train'''.split())
 def test_removed_in_mid_epoch(cbs, event):
@@ -183,7 +183,7 @@ def test_progress_moves_at_each_micro_batch(cb, monkeypatch):
     learn.fit(1)
     assert list(dict.fromkeys(seen))==[(i,10) for i in range(9 if getattr(cb, 'drop_last', None) else 11)]
 
-@drawn(7, which=[{1}, {3}, {9}, {1,3,4,5}, {4,5,6,7}, {8,9}], order=[-1000,0,1000],
+@each(7, which=[{1}, {3}, {9}, {1,3,4,5}, {4,5,6,7}, {8,9}], order=[-1000,0,1000],
        event=['before_batch','after_pred','after_loss','before_backward'])
 def test_cancelled_micro_batches(which, event, order):
     """A micro-batch that is cancelled before its backward pass adds nothing, and its window steps all the same, also
@@ -208,7 +208,7 @@ def test_cancelled_micro_batches(which, event, order):
     left = sum(len(range(j*8, min(j*8+8,76))) for w in windows for j in w)
     assert (n.n_steps,n.n_stepped,n.n_thrown)==(sum(map(bool,windows)),left,76-left)
 
-@drawn(5, at=[4,5,7,8,9], order=[-1000,1000])
+@each(5, at=[4,5,7,8,9], order=[-1000,1000])
 def test_cancelled_after_backward(order, at):
     """Its gradient is in, so its window is left out: the rest is drawn, not run, and the large batch would be left
     out too"""

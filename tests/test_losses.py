@@ -242,7 +242,7 @@ ways = dict(accumulate=(2, lambda w: AccumulateStep(16, weight=w)),
             by_samples=(2, lambda w: AccumulateStep(n_samples=32, weight=w)),
             slices=(32, lambda w: MicroBatch(2, weight=w)))
 
-@drawn(5, c=[1e-3,1.,4.,50.], k=ways)
+@each(5, c=[1e-3,1.,4.,50.], k=ways)
 def test_a_floor_under_the_divisor(k, c):
     bs,way = ways[k]
     assert any(o.sum()==0 for o in positives().split(2))
@@ -269,7 +269,7 @@ def test_no_warning_where_targets_are_ignored(recwarn):
 others = dict(plus_one=lambda p,t: (t.sum()+1,t.sum()), epsilon=lambda p,t: (t.sum()+1e-6,t.sum()),
               swapped=lambda p,t: (t.sum(),t.sum().clamp(min=1)))
 
-@drawn(4, other=others, k=ways)
+@each(4, other=others, k=ways)
 def test_two_numbers_of_another_divisor(other, k):
     "n+1 would be off by 0.9, as the window divides by the largest of the first numbers, or the sum of the second"
     bs,way = ways[k]

@@ -75,7 +75,7 @@ def is_as_before(learn, old, loss, state, how):
     assert any(isinstance(cb, AccumulateStep) for cb in learn.cbs)==(how=='callback')
     assert not hasattr(learn, 'lr_finder')
 
-@drawn(10, nm=cases, how=['callback','patch'])
+@each(10, nm=cases, how=['callback','patch'])
 @pytest.mark.filterwarnings('ignore:AccumulateStep.*a window of 8 micro-batches is more')
 def test_curve(nm, how, tmp_path): curve(nm, how, tmp_path)
 

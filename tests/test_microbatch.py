@@ -7,7 +7,7 @@ from fastai_accum.patch import *
 modes = each(coupled=[False,True])
 def whole(cbs, n=76, bs=32, **kwargs): return same(cbs, bs, bs, n, **{**one_group, **kwargs})
 
-@drawn(10, coupled=[False,True], drop_last=[False,True], n=[64,76,75,40], bs=[1,5,8,31,32,100])
+@each(10, coupled=[False,True], drop_last=[False,True], n=[64,76,75,40], bs=[1,5,8,31,32,100])
 @pytest.mark.filterwarnings('ignore:MicroBatch.*no batch is cut')
 def test_same_as_the_whole_batch(coupled, drop_last, n, bs):
     whole(lambda: MicroBatch(bs, coupled=coupled), n, drop_last=drop_last)
@@ -91,7 +91,7 @@ class Scaled(nn.Module):
 
 class ScaledAsSigLIP(Scaled): shape = 1,
 
-@drawn(3, model=[Scaled,ScaledAsSigLIP], kw=[{}, dict(coupled=True), dict(exact=True)])
+@each(3, model=[Scaled,ScaledAsSigLIP], kw=[{}, dict(coupled=True), dict(exact=True)])
 def test_a_scale_beside_the_predictions(kw, model):
     "The gradient of a number that all slices share is right, too"
     whole(lambda: MicroBatch(5, **kw), model=model, loss_func=lambda p, y: F.cross_entropy(p['scale']*p['h'], y))
@@ -112,7 +112,7 @@ class TakesIds(nn.Module):
 
 ids = dict(strings=np.array([f'id{i%3}' for i in range(64)]), dates=np.arange(64).astype('M8[D]'),
            objects=np.array([dict(id=i) for i in range(64)], dtype=object))
-@drawn(4, name=ids, kw=[{}, dict(coupled=True), dict(exact=True)])
+@each(4, name=ids, kw=[{}, dict(coupled=True), dict(exact=True)])
 def test_arrays_that_hold_no_numbers(name, kw):
     "File names, dates and objects in a batch are cut like its tensors"
     def train(*cbs):

@@ -32,7 +32,7 @@ def check(fit, how, existing, tmp_path):
     n = a.accumulate_step.counts.n_steps
     assert a.accumulate_step.learn is None and 0<n<=len(a.spy.steps) and a.cbs.map(type)==b.cbs.map(type)
 
-@drawn(7, fit=fits, how=settings, existing=[True,False])
+@each(7, fit=fits, how=settings, existing=[True,False])
 def test_every_way_to_train(fit, how, existing, tmp_path): check(fit, how, existing, tmp_path)
 
 def steps(learn, **kwargs): learn.spy.steps = []; learn.fit(1, **kwargs); return len(learn.spy.steps)

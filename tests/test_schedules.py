@@ -58,7 +58,7 @@ def matches(a, b, rows):
 
 combined = combine_scheds([.5,.5], [SchedNo(2,2),SchedNo(5,5)])
 
-@drawn(4, n=[96,100,76], f=[grows,combined], loss_func=[nn.CrossEntropyLoss(),nn.CrossEntropyLoss(weight=W)])
+@each(4, n=[96,100,76], f=[grows,combined], loss_func=[nn.CrossEntropyLoss(),nn.CrossEntropyLoss(weight=W)])
 def test_as_by_hand(n, f, loss_func):
     lr = cosine
     b,rows = by_hand(n, 8, 3, f, lr, loss_func)
@@ -78,7 +78,7 @@ def test_samples(n):
     b,rows = by_hand(n, 8, 3, f, cosine, nn.CrossEntropyLoss(), by_samples=True)
     matches(ours(n, 8, 3, AccumulateStep(n_samples=f), cosine, nn.CrossEntropyLoss()), b, rows)
 
-@drawn(2, kw=[dict(n_step=grows), dict(n_samples=lambda pct: 8*grows(pct))], drop_last=[False,True])
+@each(2, kw=[dict(n_step=grows), dict(n_samples=lambda pct: 8*grows(pct))], drop_last=[False,True])
 def test_schedule_reaches_its_end_and_n_iter_is_known(kw, drop_last):
     seen = []
     look = Callback(before_train=lambda cb: None, before_batch=lambda cb: seen.append((cb.epoch,cb.n_iter))

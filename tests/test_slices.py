@@ -191,7 +191,7 @@ class Sizes(nn.Module):
 
 others = dict(clip=lambda: GradientClip(.1), scaler=lambda: OnCpu(init_scale=2.**10, growth_interval=2),
               freeze=BnFreeze, skip_first=lambda: SkipToEpoch(1))
-@drawn(5, coupled=[False,True], name=others)
+@each(5, coupled=[False,True], name=others)
 def test_beside_others(coupled, name):
     "`GradAccumDtype` finds the windows, whatever the order of the callbacks"
     a = train([GradAccumDtype(torch.float64),MicroBatch(5, coupled=coupled),others[name]()], metrics=accuracy)
@@ -226,7 +226,7 @@ class Small(Noisy):
         if full and out.requires_grad: out.register_hook(self.raise_)
         return out
 
-@drawn(8, coupled=[False,True], where=['forward','backward'], how=[(1,32,8),(1,30,7),(4,8,2),(3,8,5)],
+@each(8, coupled=[False,True], where=['forward','backward'], how=[(1,32,8),(1,30,7),(4,8,2),(3,8,5)],
        scaler=[False,True])
 def test_auto(coupled, where, how, scaler):
     "Bit for bit the run that uses the right size from the beginning, with its constant and its samples in the metric"
@@ -333,7 +333,7 @@ def test_auto_below_one():
     with pytest.raises(RuntimeError, match='MicroBatch: memory .*even with one sample at a time'):
         train(MicroBatch(), model=Never)
 
-@drawn(2, coupled=[False,True], where=['forward','backward'])
+@each(2, coupled=[False,True], where=['forward','backward'])
 def test_auto_lets_other_errors_through(coupled, where):
     err = RuntimeError('mat1 and mat2 shapes cannot be multiplied')
     learn = make_learner(make_dls(64, 32), Small(8, where, err), cbs=MicroBatch('auto', coupled=coupled), **one_group)
@@ -576,7 +576,7 @@ def kept(cb):
     cb.learn.seen = getattr(cb.learn, 'seen', [])+[[cb.training, m.bs, list(m.shape), list(m.both), m.four,
                                                     m.h.tolist(), m.penalty.item()]]
 
-@drawn(2, bs=[5,4], kw=[dict(coupled=True), dict(exact=True)])
+@each(2, bs=[5,4], kw=[dict(coupled=True), dict(exact=True)])
 def test_what_the_model_keeps(kw, bs):
     "It is that of the batch, whether slices are equally large or not"
     a,b = (train([*cbs,Callback(after_pred=kept)], n=72, model=Keeps)
@@ -648,7 +648,7 @@ def with_norm():
     m.insert(1, nn.BatchNorm1d(5).double())
     return m
 
-@drawn(5, kw=[dict(create_graph=True), dict(retain_graph=True)], model=[small_model,with_norm], way=['coupled','exact'])
+@each(5, kw=[dict(create_graph=True), dict(retain_graph=True)], model=[small_model,with_norm], way=['coupled','exact'])
 def test_gradient_penalties(kw, model, way):
     "They are exact; only two backward passes through exact batch norms are refused"
     def run(of, *cbs): return train([Penalty(of, **kw), *cbs], model=model)

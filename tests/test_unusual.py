@@ -35,7 +35,7 @@ def ids_loss(pred, ys): return F.cross_entropy(pred, tensor([int(o) for o in ys]
 def object_loss(pred, y): return F.cross_entropy(pred, y.y)
 kinds = dict(dicts=(of_dicts,detection_loss), ids=(of_ids,ids_loss), object=(of_object,object_loss))
 
-@drawn(4, n=[96,76], how=[dict(n_step=4),dict(n_samples=32)], kind=kinds)
+@each(4, n=[96,76], how=[dict(n_step=4),dict(n_samples=32)], kind=kinds)
 def test_targets_without_rows(kind, how, n):
     make,loss = kinds[kind]
     a,_ = alike(lambda: AccumulateStep(**how), dls=partial(prebatched, make, n), loss_func=loss, opt_func=SGD,
@@ -122,7 +122,7 @@ def test_micro_batch_without_targets(name):
         return learn
     assert_same(train(8, 4), train(32, None), but=('values','final_record'))
 
-@drawn(3, edit=['replaced','penalty','of_weights'], event=['after_loss','before_backward'])
+@each(3, edit=['replaced','penalty','of_weights'], event=['after_loss','before_backward'])
 def test_edited_loss(edit, event):
     """The loss is scaled last, so changes of `loss_grad` in `before_backward` count; a penalty on the weights is exact
     where micro-batches weigh the same"""
@@ -262,7 +262,7 @@ def test_train_metrics_and_out_of_memory(capsys):
     assert counts==[64] and 'MicroBatch: memory ran out' in capsys.readouterr().out
 counts = []
 
-@drawn(2, last=['strings','number'], coupled=[False,True])
+@each(2, last=['strings','number'], coupled=[False,True])
 def test_inputs_without_rows(last, coupled):
     "Two inputs, of which the last has no rows, and no `n_inp` that says so"
     class Named(nn.Module):
