@@ -60,7 +60,7 @@ def find(self:Dry):
     hooks = [h for hs in self.hooks for h in hs.values()]
     owners = [getattr(h, '__self__', h) for h in hooks]   # a method has an object
     found = held(self.model, *owners, depth=20)
-    return [*{id(o):o for o in [*found, *self.hooks, *shared]}.values()]
+    return [*{id(o):o for o in [*found, *self.hooks, *self.late, *shared]}.values()]
 
 # %% ../nbs/dry.ipynb #f7fa7dfe
 planning = ContextVar('planning', default=0)   # how many dry runs are under way
