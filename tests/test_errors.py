@@ -4,7 +4,6 @@ from functools import partial
 from harness import *
 from fastai_accum.loss import *
 from fastai_accum.patch import turn_on_accumulation
-from fastai_accum.extras.precision import GradAccumDtype
 
 def test_counts():
     for name,v in itertools.product(['n_step','n_samples'], [0, -1, 2.5, 4., '4', True, [4], math.nan]):

@@ -3,7 +3,6 @@ import pytest
 from contextlib import nullcontext
 from functools import partial
 from harness import *
-from fastai_accum.loop import Counts
 from fastai_accum.all import *
 
 class Augmented(Items):

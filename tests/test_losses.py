@@ -3,7 +3,6 @@ unevenly, in windows without targets, and any window. Rows of the page "Works wi
 import pytest
 from functools import partial
 from hypothesis import given,settings,strategies as st
-from fastai.callback.mixup import MixHandler
 from harness import *
 from fastai_accum.loss import *
 

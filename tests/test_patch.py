@@ -1,5 +1,5 @@
 "`turn_on_accumulation`: every learner, every way to train, and fastai as it was afterwards"
-import gc,itertools,os,pytest,subprocess,sys,threading,weakref,zipfile
+import itertools,pytest,threading,zipfile
 from functools import wraps
 from harness import *
 from fastai_accum.patch import *

@@ -57,8 +57,8 @@ def sgd(cbs, dtype=torch.float32, fit=lambda l: l.fit(3, .1)):
 def half(name, dtype, note, times=1): return row('Precision', name, 'weights', times*HALF[dtype], note)
 for_long = 'For long windows add `GradAccumDtype`.'
 @pytest.mark.parametrize('dtype,autocast', [
-    pytest.param(torch.float16, True, marks=half('MixedPrecision, fp16', torch.float16, 'With autocast and scaler of the '
-        'CPU. Half precision rounds a large batch and micro-batches differently.')),
+    pytest.param(torch.float16, True, marks=half('MixedPrecision, fp16', torch.float16,
+        'With autocast and scaler of the CPU. Half precision rounds a large batch and micro-batches differently.')),
     pytest.param(torch.bfloat16, True, marks=half('MixedPrecision, bf16', torch.bfloat16,
         'With autocast of the CPU. Like fp16, with fewer digits and without a scaler.')),
     pytest.param(torch.bfloat16, False, marks=half('a model in bfloat16', torch.bfloat16, for_long, 4)),
