@@ -58,7 +58,7 @@ class Dry:
         hooks = [h for hs in self.hooks for h in hs.values()]
         owners = [getattr(h, '__self__', h) for h in hooks]   # a method has an object
         found = held(self.model, *owners, depth=20)
-        return [*{id(o):o for o in [*found, *self.hooks, *shared]}.values()]
+        return [*{id(o):o for o in [*found, *self.hooks, *self.late, *shared]}.values()]
 
     def alone(self):
         "Take away what callbacks have put into the model"

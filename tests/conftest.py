@@ -99,4 +99,5 @@ def pytest_sessionfinish(session, exitstatus):
                      f'another process): {sorted(missing)}')
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent/'benchmarks'))
     from common import machine
-    Path(out).write_text(json.dumps(dict(machine=machine(), rows=list(results.values())), indent=1)+'\n', encoding='utf-8')
+    text = json.dumps(dict(machine=machine(), rows=list(results.values())), indent=1)
+    Path(out).write_text(text+'\n', encoding='utf-8')

@@ -33,27 +33,30 @@ def sample(cases, n=0):
                 seen |= ks
     return res
 
-def drawn(n, /, **columns):
-    "Call a test with a `sample` of the combinations of `columns`"
+def _cases(n, columns):
+    "The values of a `sample` of the combinations of `columns`, and a name for each; of all of them if `n` is None"
     def name(o): return getattr(o, '__name__', re.sub(' at 0x[0-9a-f]+', '', str(o)))
     names = [{i:name(o) for i,o in enumerate(c)} for c in columns.values()]
-    values = [list(c) for c in columns.values()]
-    cases = sample(itertools.product(*names), n)
-    return pytest.mark.parametrize(','.join(columns), [pytest.param(*[v[i] for v,i in zip(values, c)],
-        id='-'.join(nm[i] for nm,i in zip(names, c))) for c in cases])
+    values,cases = [list(c) for c in columns.values()],itertools.product(*names)
+    for c in cases if n is None else sample(cases, n):
+        yield [v[i] for v,i in zip(values, c)],'-'.join(nm[i] for nm,i in zip(names, c))
+
+def drawn(n, /, **columns):
+    "Call a test with a `sample` of the combinations of `columns`"
+    return pytest.mark.parametrize(','.join(columns), [pytest.param(*v, id=nm) for v,nm in _cases(n, columns)])
 
 def seed_all(): random.seed(0); np.random.seed(0); torch.manual_seed(0)
 
-def each(**columns):
-    "One test that tries every combination of `columns`; an error says with which"
+def each(n=None, /, **columns):
+    "One test that tries every combination of `columns`, or a `sample` of them; an error says with which"
     def wrap(f):
         sig = inspect.signature(f)
         def test(**fixtures):
-            for c in itertools.product(*columns.values()):
+            for values,name in _cases(n, columns):
                 seed_all()
-                try: f(**fixtures, **dict(zip(columns, c)))
+                try: f(**fixtures, **dict(zip(columns, values)))
                 except BaseException as e:
-                    e.add_note(f'with {dict(zip(columns, c))}')
+                    e.add_note(f'with {name}: {dict(zip(columns, values))}')
                     raise
         test.__signature__ = sig.replace(parameters=[p for k,p in sig.parameters.items() if k not in columns])
         test.__name__,test.__doc__,test.__module__ = f.__name__,f.__doc__,f.__module__
@@ -155,6 +158,7 @@ def features(n, d=6, seed=0):
     return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 def classes(n, c=3, seed=0): return torch.randint(0, c, (n,), generator=torch.Generator().manual_seed(seed+1))
 def halves(m): return [params(m[0]), params(m[1:])]
+one_group = dict(splitter=trainable_params)
 
 def small_model(d=6, out=3, seed=0):
     torch.manual_seed(seed)

@@ -2,7 +2,7 @@
 each number of processes.
 
     python several.py RANK WORLD FOLDER CASE..."""
-import os,signal,sys,threading
+import os,signal,sys
 from contextlib import nullcontext
 from harness import *
 from fastai.distributed import *
@@ -95,27 +95,6 @@ class Buffered(nn.Module):
     def __init__(self): super().__init__(); self.body = small_model(); self.register_buffer('b', torch.ones(3).double())
     def forward(self, x): return self.body(x)*self.b
 
-def in_the_middle(learn):
-    "Ctrl-C between two boundaries: a loop that is written by hand synchronises again"
-    def stop(cb):
-        if cb.micro.i==1: raise KeyboardInterrupt
-    with learn.added_cbs(Callback(after_backward=stop)):
-        try: learn.fit(1)
-        except KeyboardInterrupt: pass
-    assert learn.model.require_backward_grad_sync
-
-class Validates(EachMicro):
-    "Validates in the middle of a window, and restores what fastai's `validate` changes"
-    run_valid = False
-    def after_batch(self):
-        learn,window_ends = self.learn,not hasattr(self.learn, 'accumulate_step')
-        if self.micro.i!=(0 if window_ends else 4): return
-        was = {k:getattr(learn, k) for k in ('dl','iter','n_iter','xb','yb','pred','loss')}
-        learn.validate()
-        for k,v in was.items(): setattr(learn, k, v)
-        learn.training = True
-        learn.model.train()
-
 class ValidatesEarly(Callback):
     "Validates before the training loop, and puts the learner back"
     def before_train(self):
@@ -151,8 +130,6 @@ def with_train_metrics(learn):
     learn.recorder.train_metrics,learn.metrics = True,accuracy
     learn.fit(1, .02)
 
-def flat(learn): learn.fit(2, .02)
-
 def ignored(*which): y = classes(N); y[[i for w in which for i in w]] = -100; return y
 def of_class_0(*which): y = classes(N).clamp(min=1); y[[i for w in which for i in w]] = 0; return y
 def once(learn): learn.fit_one_cycle(2, .02)
@@ -179,8 +156,6 @@ cases = dict(
     short_epoch   = Case([2]*12, n_step=1, fit=lambda l: l.fit(2, .02), cbs=lambda: ShortEpochCallback(.4)),
     early_drop    = Case([4]*8, left_out={(0,3),(1,5)}, leave=('before_batch', no_batch)),
     buffers_drop  = Case([4]*8, model=Buffered, left_out={(0,3),(1,4),(1,5),(1,6),(1,7)}),
-    validates     = Case([[1,7,2,5,3,4], [6,1,4,2,2,1]], cbs=Validates, fit=flat,
-                         but=['step.pct_train','step.train_iter','pct_train','losses','lrs','hps','smooth_loss']),
     unused_never  = Case([4]*8, model=Never, ddp=dict(find_unused_parameters=True), left_out={(1,k) for k in range(4)}),
     static_unused = Case([4]*6, ddp=dict(find_unused_parameters=True, static_graph=True)),
     cut_unequally = Case([4]*8, model=Buffered, fit=cut_unequally),
@@ -195,20 +170,11 @@ def cpu_broadcast(self, t, rank):
     dist.broadcast(t, rank)
     return t.tolist()
 
-class Overflow(Callback):
-    "An infinite gradient in one micro-batch of one process: all of them skip the step"
-    run_valid = False
-    def after_backward(self):
-        acc = getattr(self.learn, 'accumulate_step', None)
-        alone = acc is None and self.epoch==0 and self.iter==1
-        if alone or (acc and self.epoch==0 and self.micro.i==5 and os.environ.get('RANK')=='1'):
-            next(self.model.parameters()).grad[0,0] = math.inf
-
 class InContext(Case):
     """fastai's `distrib_ctx`, which splits the samples of one loader over the processes. It repeats samples if their
     number cannot be divided evenly"""
     leave,but = None,()
-    def __init__(self, bs, n=N, drop_last=False, n_step=4, fit=None, acc=None, patch=False, cbs=None, then=None,
+    def __init__(self, bs, n=N, drop_last=False, n_step=4, fit=None, acc=None, patch=False, cbs=None,
                  torch_dl=False, left_out=()):
         store_attr()
         self.y,self.loss_func,self.model = classes(N),None,small_model
@@ -223,13 +189,6 @@ class InContext(Case):
         with learn.distrib_ctx(cpu=True, sync_bn=False), accumulation(self.n_step) if self.patch else nullcontext():
             (self.fit or once)(learn)
         assert not isinstance(learn.model, DDP) and learn.dls.train is loader, 'the context has left something behind'
-        if self.then: self.then(learn)   # each process by itself
-        return learn
-    def alone(self, world):
-        learn = super().alone(world)
-        if self.then:
-            learn.dls = make_dls(self.n, self.bs*self.n_step, self.y[:self.n], shuffle=False, x=features(N)[:self.n])
-            self.then(learn)
         return learn
     def windows(self, world):
         each,(bs,k) = -(-self.n//world),(self.bs,self.n_step)
@@ -248,17 +207,10 @@ class Scheduled(Case):
         acc,self.acc = self.acc,None
         dls,self.acc = self.dls(self.windows(world)),acc
         return train(dls, self.model(), AccumulateStep(**acc), self.loss_func, self.fit)
-class ScheduledInContext(InContext):
-    def alone(self, world):
-        acc,self.acc = self.acc,None
-        try: return train(self.dls(self.windows(world)), self.model(), AccumulateStep(**acc), fit=self.fit)
-        finally: self.acc = acc
-
 cases.update(
     sched          = Scheduled([4]*8),
     sched_weighted = Scheduled([4]*8, loss_func=nn.CrossEntropyLoss(weight=W)),
     sched_drop     = Scheduled([4]*8, acc=dict(n_step=lambda pct: 3, drop_last=True)),
-    ctx_sched_odd  = ScheduledInContext(4, n=80, n_step=1, acc=dict(n_step=grows)),
 )
 
 class Messages(EachMicro):
@@ -289,20 +241,6 @@ cases.update(
     ctx_drop_63   = InContext(4, n=63, n_step=2, drop_last=True),
     ctx_after     = InContext(4, n=90, fit=lambda l: (l.fit(1, .02), l.fit_one_cycle(1, .02))),
     ctx_scaler    = InContext(4, n=90, cbs=lambda: [OnCpu(init_scale=2.**10, growth_interval=2), GradientClip(.1)]),
-    ctx_overflow  = InContext(4, n=90, cbs=lambda: [OnCpu(init_scale=2.**10, growth_interval=2), Overflow()]),
-    ctx_then      = InContext(4, n=88, then=lambda l: l.fit_one_cycle(1, .02)),
-)
-
-def cut_short(learn):
-    "A fit that is cancelled in the middle of a window, and one that is not"
-    def stop(cb):
-        if cb.training and cb.micro.i==1 and 'accumulate_step' in vars(cb.learn): raise CancelTrainException
-    learn.fit(1, .02, cbs=Callback(after_backward=stop)) if hasattr(learn, 'accumulate_step') else None
-    learn.spy.steps = []
-    learn.fit(1, .02)
-
-cases.update(
-    cut_short        = Case([4]*8, fit=cut_short),
 )
 
 class Full(nn.Module):
@@ -406,15 +344,6 @@ class Skips(Callback):
     "Leaves out a norm in every other batch"
     def before_batch(self): get_model(self.model).skips = bool(self.iter%2)
 
-class Own(nn.BatchNorm1d):
-    "Ordinary batch norm of each process; in one process, of the first half of the batch and of the second"
-    def forward(self, x):
-        if not self.training or num_distrib()>1: return super().forward(x)
-        a,b = x.chunk(2)
-        return torch.cat([super().forward(a), F.batch_norm(b, None, None, self.weight, self.bias, True, eps=self.eps)])
-class WithOwn(Norms):
-    def __init__(self): super().__init__(); self.n = Own(8).double()
-
 def rank(): return int(os.environ.get('RANK', 0))
 def exact(*sizes): return lambda: [MicroBatch(sizes[rank()%len(sizes)], exact=True)]
 
@@ -457,7 +386,6 @@ cases.update(
     synced_cumulates = Synced([8]*4, model=partial(Norms, momentum=None)),
     synced_frozen  = Synced([8]*4, model=partial(Norms, frozen=True)),
     synced_skips   = Synced([8]*5, cbs=lambda: [Skips(), *exact(3, 5)()], also=Skips),
-    synced_own     = Synced([8]*4, model=WithOwn),
 )
 
 class At(nn.Module):
@@ -519,18 +447,6 @@ cases.update(
     leaves_out_all  = Breaks(cancel, event='before_batch', error=RuntimeError, says='1 ends a window'),
 )
 
-class Interrupted(Breaks):
-    "Ctrl-C comes to process 1 while it waits for process 0"
-    def several(self, rank, world):
-        def slow():
-            if rank: threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
-            else: time.sleep(3)
-        plain = self.cbs
-        self.cbs = lambda: [*plain(), Callback(before_batch=lambda cb: self.bad and cb.iter==1 and slow())]
-        try: return super().several(rank, world)
-        finally: self.cbs = plain
-cases['breaks_in_wait'] = Interrupted(error=KeyboardInterrupt, i=None)
-
 class Refuses(Synced):
     "All processes refuse the callback `cb`, with the same error; then they train"
     def __init__(self, cb, says, error=RuntimeError, wrap=DDP, model=Norms, ignored=()):
@@ -569,24 +485,6 @@ class Sent(Callback):
         for k,f in self.plain.items(): setattr(dist, k, f)
 cases['synced_messages'] = Synced([12]*4, cbs=lambda: [Sent(), *exact(2, 6)()])
 
-class Dropped(Synced):
-    "Each process draws its own masks, for its whole batch, as without slices"
-    def several(self, rank, world):
-        def one(*cbs):
-            set_seed(rank)
-            torch.manual_seed(0)
-            a,b = nn.Linear(6,8,bias=False),nn.Linear(8,3)
-            model = nn.Sequential(a, nn.SyncBatchNorm(8), nn.Tanh(), nn.Dropout(.5), b).double()
-            torch.manual_seed(rank)
-            dls = self.dls(cut(world, self.sizes)[rank])
-            return self.with_stats(train(dls, DDP(model), [AccumulateStep(1), *cbs], fit=self.fit))
-        on_cpus()
-        a,b = one(*self.cbs()),one()
-        assert_same(a, b, but=['opt'])
-        close(a.stats, b.stats)
-        return super().several(rank, world)
-cases['synced_dropout'] = Dropped([8]*4, (3,5))
-
 class Slices(Synced):
     "Plain slices see the slices of all processes, as if these were the micro-batches of one process"
     def windows(self, world):
@@ -603,41 +501,13 @@ cases['synced_coupled'] = Coupled([8]*4, cbs=lambda: MicroBatch(4, coupled=True)
                                   also=lambda: MicroBatch(8, coupled=True))
 
 class Unused(Norms):
-    """The loss does not use the output of one norm; or it does in process 0 alone, and in one process with the first
-    half of the batch. This norm is the last one or not"""
-    def __init__(self, used=False, is_last=False):
-        super().__init__()
-        self.o,self.used,self.is_last = nn.BatchNorm1d(8).double(),used,is_last
+    "The loss does not use the output of one norm"
+    def __init__(self): super().__init__(); self.o = nn.BatchNorm1d(8).double()
     def forward(self, x):
         x = self.m(self.a(x)).tanh()
-        def other():
-            res = self.o(self.b(x))
-            if num_distrib()>1: return 0. if rank() else res
-            return res*(torch.arange(len(x))[:,None]<len(x)/2)
-        before = 0. if self.is_last else other()
-        x = self.n(self.b(x))
-        used = other() if self.is_last else before
-        return self.c(x+used if self.used and self.training else x)
-cases.update(
-    synced_unused = Synced([8]*4, (3,5), model=Unused),
-    synced_used   = Synced([8]*4, (3,5), model=partial(Unused, True)),   # in process 0
-    breaks_unused = Breaks(event='after_backward', model=Unused),
-    refuses_used  = Refuses(exact(3,5), 'process 0 is back at batch norm 3.*process 1 is back at batch norm 2',
-                            model=partial(Unused, True, True)),
-)
-
-class Drops(Norms):
-    "Draws `n` masks between two norms"
-    n_masks = 1
-    def forward(self, x):
-        x = self.m(self.a(x))
-        for _ in range(self.n_masks): x = F.dropout(x, .2, self.training)
-        return self.c(self.n(x))
-class Moves(Callback):
-    "Draws one more mask in process 1, so that it begins a batch again, with a new plan"
-    run_valid = False
-    def before_batch(self): get_model(self.model).n_masks = 1+(rank()==1 and self.iter==1)
-cases['refuses_again'] = Refuses(lambda: [Moves(), *exact(3,5)()], 'process 1 is at batch norm 1', model=Drops)
+        self.o(self.b(x))
+        return self.c(self.n(self.b(x)))
+cases['synced_unused'] = Synced([8]*4, (3,5), model=Unused)
 
 class Halves(nn.BatchNorm1d):
     "In training, the statistics of each half of the batch"
@@ -655,31 +525,6 @@ def grouped(*groups):
     return model
 cases['synced_groups'] = Synced([8]*2, (3,5), model=partial(grouped, [0,1], [2,3]))
 cases['refuses_groups'] = Refuses(exact(3,5), 'process 2 is at batch norm', model=partial(grouped, [0,1], [2]))
-
-class Deep(nn.Module):
-    "Blocks that checkpointing finds"
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a,self.m,self.b = nn.Linear(6,32,bias=False),nn.BatchNorm1d(32),nn.Linear(32,6)
-        def forward(self, x): return x+self.b(self.m(self.a(x)).tanh())
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks,self.c = nn.Sequential(*[self.Block() for _ in range(4)]),nn.Linear(6,3)
-        self.double()
-    def forward(self, x): return self.c(self.blocks(x))
-class Fits(Synced):
-    "The line that `what_fits` names in one process holds in several"
-    def several(self, rank, world):
-        env = {k:os.environ.pop(k) for k in ('RANK','WORLD_SIZE')}   # as before the processes start
-        try: fits = train(self.dls([list(range(24))]), Deep(), fit=noop).what_fits('1KB')
-        finally: os.environ.update(env)
-        line, = [o.line for o in fits.ways if o.line and o.is_same]
-        plain,self.fit = self.fit,lambda learn: plain(eval(line))
-        try: return super().several(rank, world)
-        finally: self.fit = plain
-cases['synced_fits'] = Fits([8]*4, cbs=lambda: [], model=Deep)
 
 def result(learn):
     """What is compared. `values` are left out, since a `DistributedDL` validates on other batches, and so are counts

@@ -209,17 +209,26 @@ def search(l, cbs):
 
 table = list(make_endings())
 by_columns = {(e.nm,e.where,e.at,e.order):e for e in table}
-def endings(n, *columns, of=lambda e: True, also=()):
-    "Parametrize a test with `n` of the table's endings and the values of `columns`, and with those of `also`"
-    cases = [*also, *sample(((*k,*vs) for k,e in by_columns.items() if of(e) for vs in itertools.product(*columns)), n)]
-    cases = [(by_columns[c[:4]],*c[4:]) for c in dict.fromkeys(cases)]
-    return [pytest.param(*c, id='-'.join(map(str, c))) for c in cases]
+def endings(n, of=lambda e: True, also=()):
+    "`n` of the table's endings with a follower each, and those of `also`, by follower"
+    cases = [*also, *sample(((*k,f) for k,e in by_columns.items() if of(e) for f in followers), n)]
+    return {f: [by_columns[c[:4]] for c in dict.fromkeys(cases) if c[4]==f] for f in followers}
 
 ctrl_c = [('KeyboardInterrupt','after_backward',MID,0,f) for f in followers]
 others = [('OutOfMemoryError','model',BOUNDARY,0,'fit'), ('CancelFitException','after_batch',MID,-1000,'turn_off')]
+in_fits = endings(24, also=ctrl_c+others)
+in_searches = endings(18, of=lambda e: not e.is_caught)
 
-@pytest.mark.parametrize('ending,follower', endings(24, followers, also=ctrl_c+others))
-def test_follows_an_ending(ending, follower, tmp_path): follow(ending, follower, tmp_path)
+@pytest.mark.parametrize('follower', followers)
+def test_follows_an_ending(follower, tmp_path):
+    """After a fit, and after a search. What fastai itself leaves behind of that stays: the weights and rates of the
+    search"""
+    fits = [(e,{}) for e in in_fits[follower]]+[(e,dict(fit=search)) for e in in_searches[follower]]
+    for i,(ending,kw) in enumerate(fits):
+        print(ending, *kw)
+        seed_all()
+        (tmp_path/str(i)).mkdir()
+        follow(ending, follower, tmp_path/str(i), **kw)
 
 # each exception at each place
 left = sample((*k, n, k[:2]) for k in by_columns for n in (1,2))
@@ -232,12 +241,7 @@ def test_what_is_left(name, tmp_path):
         seed_all()
         leave(by_columns[tuple(k)], n_epoch, tmp_path)
 
-@pytest.mark.parametrize('ending,follower', endings(18, followers, of=lambda e: not e.is_caught))
-def test_interrupted_lr_find(ending, follower, tmp_path):
-    "What fastai itself leaves behind stays: the weights and rates of the search. Nothing of the accumulation stays"
-    follow(ending, follower, tmp_path, fit=search)
-
-@drawn(5, event=['before_step','after_step'],
+@each(5, event=['before_step','after_step'],
        exc=[KeyboardInterrupt, OSError, CancelTrainException, CancelEpochException, CancelFitException])
 def test_end_of_a_short_loader(event, exc, tmp_path):
     "The loader is shorter than it said, so its last window is smaller; what is raised there leaves nothing either"
@@ -283,7 +287,7 @@ def test_nothing_is_left(way, ending):
     assert_same(a, b)
     is_clean(a)
 
-@pytest.mark.parametrize('again', [AccumulateStep,None], ids=['kept','removed'])
+@each(again=[True,False])
 def test_ctrl_c_in_the_moment_a_block_ends(again, monkeypatch):
     "What it leaves lent is dropped when the next fit begins, also if the callback has gone"
     def stop(cb): raise KeyboardInterrupt

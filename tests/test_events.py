@@ -20,7 +20,7 @@ cases = dict(
 fits = dict(fit=lambda l: l.fit(2), one_cycle=lambda l: l.fit_one_cycle(3),
             lr_find=lambda l: l.lr_find(num_it=7, show_plot=False, suggest_funcs=None))
 
-@drawn(12, case=cases, fit=fits)
+@each(12, case=cases, fit=fits)
 def test_every_event(case, fit, tmp_path):
     "Events, counters, the schedule and the loss, at orders around fastai's own"
     a,b = pair(**cases[case], also=probes, fit=fits[fit], path=tmp_path)
@@ -56,6 +56,12 @@ def test_boundary_and_counts():
     assert (c.n_micro,c.n_samples,c.n_steps,c.n_stepped,c.n_thrown,c.sizes)==(10,76,3,76,0,[32,32,12])
     learn.validate()
     assert c.n_steps==3 and learn.accumulate_step.window is None
+    # true at the step and in `after_batch`, also where a window turned out to be the last
+    seen = []
+    look = lambda cb: seen.append(cb.accumulate_step.is_boundary) if cb.training else None
+    make_learner(make_dls(92, 8, skip=range(20), shuffle=False),
+                 cbs=[AccumulateStep(4), Callback(before_step=look, after_step=look, after_batch=look)]).fit(1)
+    assert seen==[True]*9
 
 def test_metrics_of_training():
     "Metrics of the training set count every micro-batch with its own loss; the loss that is logged is the window's"
@@ -84,45 +90,6 @@ def test_each_micro_batch(case):
     close(torch.cat(a.gathers.seen), torch.cat(b.gathers.seen))
     for l in (a,b): close(l.on_the_instance.seen, l.gathers.seen, 0)
     assert len(a.gathers.seen)>len(b.gathers.seen) and not any(m._forward_hooks for m in a.model.modules())
-
-@each(exc=[CancelBatchException, CancelStepException])
-def test_cancelled_window(exc):
-    """`CancelBatchException` after the backward pass leaves its window out, `CancelStepException` skips its step: the
-    window is over, and its gradients are gone"""
-    event = 'after_backward' if exc is CancelBatchException else 'before_step'
-    def cancel(cb):
-        if cb.training and cb.epoch==0 and cb.micro.i==5 and event=='after_backward': raise exc
-        if cb.training and cb.epoch==0 and cb.micro.i==7 and event=='before_step': raise exc
-    def plain(cb):
-        if cb.training and cb.epoch==0 and cb.micro.i==1: raise exc
-    a = make_learner(make_dls(76, 8), cbs=[AccumulateStep(4), Callback(**{event:cancel})])
-    b = make_learner(make_dls(76, 32), cbs=Callback(**{'before_batch' if event=='after_backward' else event:plain}))
-    for l in (a,b): l.fit(2)
-    close(*([snapshot(l)[k] for k in ('params','opt','hypers','step.hypers','train_iter','pct_train')] for l in (a,b)))
-    n = a.accumulate_step.counts
-    assert n.sizes==[32,0,12,32,32,12] and n.n_thrown==32
-
-def test_no_targets():
-    "A micro-batch whose targets are all ignored adds nothing; a window of them makes no step"
-    y = classes(76); y[8:16] = -100
-    a,b = same(lambda: AccumulateStep(4), y=y)
-    assert not any(math.isnan(o) for o in a.recorder.losses)
-    y[32:64] = -100
-    learn = make_learner(make_dls(76, 8, y=y, shuffle=False), cbs=AccumulateStep(4))
-    learn.fit(2)
-    assert learn.accumulate_step.counts.sizes==[32,0,12]*2 and len(learn.spy.steps)==4
-    assert all(p.isfinite().all() for p in learn.model.parameters()) and not any(map(math.isnan, learn.recorder.losses))
-
-def test_skip_the_step():
-    "A newcomer's task in one place: skip the step when the norm of the gradient exceeds a limit"
-    limit = .4
-    class SkipLarge(Callback):
-        def before_step(self):
-            norm = torch.stack([p.grad.norm() for p in self.model.parameters()]).norm()
-            if norm>limit: raise CancelStepException
-    a,b = same(lambda: AccumulateStep(4), also=SkipLarge)
-    n = a.accumulate_step.counts
-    assert 0<n.n_steps<6 and n.n_thrown>0
 
 def test_only_fastais_bar_is_counted_for(monkeypatch):
     "A callback, or the model, may have a bar of its own in `pbar`, or any other name of ours"
@@ -157,14 +124,11 @@ def test_switched_off(name):
     both = make_learner(make_dls(64, 8), cbs=[AccumulateStep(4),MicroBatch(3)])
     both.accumulate_step.run_train = False
     both.fit(1); assert len(both.spy.steps)==8 and both.micro_batches.counts.n_micro==24
-
-def test_run_valid():
-    "`run_valid=False` is `valid=False`"
-    sizes,learn = [],make_learner(make_dls(64, 8), cbs=MicroBatch(3))
-    learn.model[0].register_forward_hook(lambda m, x, y: sizes.append(len(y)))
-    learn.validate(); assert max(sizes)==3
-    learn.micro_batches.run_valid = False
-    learn.validate(); assert max(sizes)==16
+    sizes = []
+    both.model[0].register_forward_hook(lambda m, x, y: sizes.append(len(y)))
+    both.validate(); assert max(sizes)==3
+    both.micro_batches.run_valid = False   # as `valid=False`
+    both.validate(); assert max(sizes)==16
 
 class Unlabelled(DataLoader):
     "Some batches have no targets"
@@ -198,13 +162,6 @@ def test_a_subclass_with_its_own_before_fit():
             learn.fit(1)
             assert cb.counts.sizes==[32,32]
 
-def test_every_event_by_the_patch():
-    def train(bs, n):
-        learn = make_learner(make_dls(76, bs, shuffle=False), cbs=probes())
-        with accumulation(n): learn.fit_one_cycle(2)
-        return learn.seen
-    close(train(8, 4), train(32, 1))
-
 class Average(Callback):
     "An exponential average of the weights, updated in `after_batch`"
     def before_fit(self): self.avg = [p.detach().clone() for p in self.model.parameters()]
@@ -218,11 +175,6 @@ class EveryOther(Callback):
     def after_batch(self):
         if self.training and self.iter%2==0:
             self.seen += [self.iter, self.n_iter, *(p.detach().clone() for p in self.model.parameters())]
-
-class Noisy(Callback):
-    "Changes the weights in `after_batch`"
-    def after_batch(self):
-        if self.training and self.iter==1: self.model[0].weight.data.mul_(.9)
 
 class Validates(Callback):
     "Validates in the middle of an epoch, which leaves the learner in validation"
@@ -254,29 +206,12 @@ class PredictsInside(Predicts):
     inner,after_batch = True,noop
     def after_step(self): self._predict()
 
-callbacks = dict(average=Average, every=EveryOther, noisy=Noisy, validates=Validates, predicts=Predicts,
-                 inside=PredictsInside)
+callbacks = dict(average=Average, every=EveryOther, validates=Validates, predicts=Predicts, inside=PredictsInside)
 
-@drawn(7, name=callbacks, case=['kept','dropped','n_samples','shorter','micro','coupled','both'])
+@each(7, name=callbacks, case=['kept','dropped','n_samples','shorter','micro','coupled','both'])
 def test_what_acts_once_a_batch(name, case):
     a,b = same(**cases[case], also=callbacks[name], but=('final_record','values') if name=='validates' else ())
     for k in 'avg','seen': close(*(getattr(first(l.cbs, risinstance(callbacks[name])), k, []) for l in (a,b)))
-
-def test_last_micro_batch():
-    "In `after_batch`, `xb`, `yb` and `pred` are those of the last micro-batch"
-    sizes = []
-    look = Callback(after_batch=lambda cb: sizes.append((len(cb.xb[0]), len(cb.yb[0]), len(cb.pred),
-                                                         cb.accumulate_step.is_boundary)) if cb.training else None)
-    make_learner(make_dls(76, 8, shuffle=False), cbs=[AccumulateStep(4), look]).fit(1)
-    assert sizes==[(8,8,8,True),(8,8,8,True),(4,4,4,True)]
-
-def test_boundary_of_a_short_loader():
-    "`is_boundary` is true at the step and in `after_batch`, also where a window turned out to be the last"
-    seen = []
-    look = lambda cb: seen.append(cb.accumulate_step.is_boundary) if cb.training else None
-    make_learner(make_dls(92, 8, skip=range(20), shuffle=False),
-                 cbs=[AccumulateStep(4), Callback(before_step=look, after_step=look, after_batch=look)]).fit(1)
-    assert seen==[True]*9
 
 class Own(Learner):
     "Overrides what fastai's loop calls"
@@ -336,56 +271,6 @@ def test_added_when_a_fit_has_begun(event):
     assert learn.accumulate_step.counts.n_steps==len(learn.spy.steps)-(0 if event=='before_train' else 8)
     assert AccumulateStep(4).counts.n_steps==0
 
-class Once(Callback):
-    "Sets a rate once, in the middle of a fit"
-    run_valid = False
-    def __init__(self, event): setattr(self, event, self._set)
-    def before_fit(self): self.done = False
-    def _set(self):
-        if not self.done and self.train_iter==2: self.opt.set_hyper('lr', 1e-3); self.done = True
-@each(event=['before_batch','after_pred','after_loss','after_backward','before_step','after_batch'])
-def test_a_rate_that_is_set_once(event):
-    _,b = same(**cases['kept'], also=lambda: Once(event), fit=lambda l: l.fit(2))
-    assert b.opt.hypers[-1]['lr']==1e-3
-
-@drawn(6, event='before_fit before_epoch before_train after_train before_validate after_epoch'.split(),
-       how=['with','summary'])
-def test_entering_the_learner(event, how):
-    "`with learn` and `learn.summary()` in the middle of a fit"
-    def enter(cb):
-        if getattr(cb.learn, 'epoch', 0) or hasattr(cb.learn, 'entered'): return
-        cb.learn.entered = True
-        kept = {k:v for k,v in vars(cb.learn).items()
-                if k in ('dl','training','epoch','train_iter','pct_train','n_iter')}
-        if how=='with':
-            with cb.learn: pass
-        else: cb.learn.summary()
-        vars(cb.learn).update(kept)
-        cb.model.train(cb.learn.training)
-    a,b = pair(**cases['kept'], also=lambda: Callback(**{event:enter}))
-    close(weights(a), weights(b))
-    assert len(a.spy.steps)==len(b.spy.steps)==6
-    is_clean(a)
-
-def test_parameters_that_come_in_a_window():
-    "A head that is added in the tail, with a new optimizer"
-    class Grows(nn.Module):
-        def __init__(self): super().__init__(); self.m = small_model()
-        def forward(self, x): return self.m(x)+(self.extra(x) if hasattr(self, 'extra') else 0)
-    def grow(cb):
-        if cb.training and cb.train_iter==2 and not hasattr(cb.model, 'extra'):
-            torch.manual_seed(1)
-            cb.model.extra = nn.Linear(6,3).double()
-            cb.learn.opt = SGD([list(cb.model.parameters())], lr=.1)
-    res = []
-    for bs,cbs in (8,[AccumulateStep(4)]),(32,[]):
-        learn = make_learner(make_dls(76, bs, shuffle=False), Grows(), cbs=[Callback(before_batch=grow)]+cbs,
-                             splitter=trainable_params, opt_func=SGD)
-        learn.fit(1)
-        res.append(weights(learn))
-    assert len(res[1])==6
-    close(*res)
-
 def test_batches_in_memory():
     "No more batches of the loader are alive than in plain training"
     import weakref
@@ -401,33 +286,6 @@ def test_batches_in_memory():
         return max(seen)
     plain = most([])
     for n_step in 2,4,6: assert most([AccumulateStep(n_step)])<=plain
-
-def test_each_micro_batch_is_seen():
-    "Also a micro-batch that seemed to be the last of its window, and was not"
-    class Sees(Callback):
-        each_micro_batch,run_valid,n = True,False,0
-        def after_batch(self): self.n += 1
-    def cancel(cb):
-        if cb.training and cb.micro.i==3: raise CancelBatchException
-    class Longer(DataLoader):
-        def __len__(self): return super().__len__()//2
-    dls = make_dls(96, 8)
-    learn = make_learner(DataLoaders(Longer(Items(features(96), classes(96)), bs=8), dls.valid),
-                         cbs=[Sees(), AccumulateStep(4, drop_last=False)])
-    learn.fit(1)
-    assert learn.sees.n==12
-    learn = make_learner(make_dls(80, 8), cbs=[Sees(), AccumulateStep(n_samples=32), Callback(before_batch=cancel)])
-    learn.fit(1)
-    assert learn.sees.n==10
-
-@pytest.mark.parametrize('exc,event', [(CancelTrainException,'after_train'),(CancelValidException,'after_train'),
-                                       (CancelEpochException,'after_epoch'),(CancelTrainException,'after_epoch')])
-def test_cancels_that_nobody_catches(exc, event):
-    def cancel(cb): raise exc
-    learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(4))
-    learn.fit(1)
-    with pytest.raises(exc): learn.fit(1, cbs=Callback(**{event:cancel}))
-    is_clean(learn)
 
 def test_a_slice_that_is_left_out():
     "With `n_samples` the window goes on until enough are in, also if a slice of its last batch was left out"

@@ -46,6 +46,6 @@ def check(opt, fit, case):
     assert n.n_steps==acc.train_iter and n.n_samples==n.n_stepped+n.n_thrown==sum(n.sizes)+n.n_thrown
     if not c.drop_last: assert n.n_thrown==0
 
-@drawn(60, opt=opts, fit=fits, case=cases)
+@each(60, opt=opts, fit=fits, case=cases)
 @pytest.mark.filterwarnings('ignore:AccumulateStep.*a window of 8 micro-batches is more')
 def test_grid(opt, fit, case): check(opt, fit, case)

@@ -3,8 +3,7 @@ import pytest
 from contextlib import nullcontext
 from functools import partial
 from harness import *
-from fastai_accum.loop import Counts
-from fastai_accum.patch import *
+from fastai_accum.all import *
 
 class Augmented(Items):
     "A dataset that draws random numbers for each item, as random item transforms do"
@@ -75,17 +74,6 @@ def test_an_override_of_do_grad_opt(bs, cbs):
     close(a.avg, b.avg)
     assert a.n==b.n==6
 
-class Refused(Learner):
-    def _do_one_batch(self):
-        super()._do_one_batch()
-        self.n_done = 1
-
-def test_an_override_of_do_one_batch():
-    "It would not be reached once a window, so it is refused by name"
-    learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(4))
-    learn.__class__ = Refused
-    with pytest.raises(ValueError, match='_do_one_batch'): learn.fit(1)
-
 class OwnStep(Learner):
     "Makes the backward pass and the step by itself"
     def one_batch(self, i, b):
@@ -106,21 +94,6 @@ def test_a_cancelled_step_is_not_counted():
     a,b = same(lambda: AccumulateStep(4), also=lambda: Callback(before_step=skip))
     n = a.accumulate_step.counts
     assert (n.n_steps,n.n_stepped,n.n_thrown,n.sizes)==(5,120,32,[32,0,12,32,32,12]) and a.train_iter==6
-
-@each(how=['callback','patch'])
-def test_lr_find_with_a_schedule(how, tmp_path):
-    "On a fresh learner, which has no `epoch` yet; all windows are those of the schedule's beginning"
-    window = dict(n_step=lambda pct: 4 if pct<.1 else 2)
-    def find(bs, cbs=None):
-        learn = make_learner(make_dls(96, bs, shuffle=False), cbs=cbs, path=tmp_path)
-        learn.lr_find(num_it=20, show_plot=False, suggest_funcs=None, stop_div=False)
-        return learn
-    with accumulation(**window) if how=='patch' else nullcontext():
-        a = find(8, AccumulateStep(**window) if how=='callback' else None)
-    b = find(32)
-    assert a.recorder.lrs==b.recorder.lrs and len(a.spy.steps)==20
-    close(a.recorder.losses[:16], b.recorder.losses[:16])
-    is_clean(a)
 
 def test_the_loss_is_scaled_by_one_constant():
     "The same for all windows of a fit, whatever they weigh; the sum of a window is divided by its weight at the end"
@@ -156,31 +129,21 @@ def test_a_window_that_is_thrown_away_clears_all(event, exc):
     with pytest.raises(exc) if exc is KeyboardInterrupt else nullcontext(): learn.fit(1)
     for p in *learn.model.parameters(),loss.s: assert p.grad is None or not p.grad.any()
 
-@drawn(8, cls=[AccumulateStep,MicroBatch],
+@each(8, cbs=[(AccumulateStep,),(MicroBatch,),(AccumulateStep,MicroBatch)],
        event='''before_epoch before_train before_batch after_loss after_backward before_step after_batch
                 after_train'''.split())
-def test_removed_in_mid_epoch(cls, event):
-    "The windows end cleanly: this epoch goes on as it was planned, and the next one is without them"
+def test_removed_in_mid_epoch(cbs, event):
+    """The windows end cleanly: this epoch goes on as it was planned, and the next one is without them; of two callbacks
+    the other one goes on"""
     in_loop = event in 'before_batch after_loss after_backward before_step after_batch'
     def remove(cb):
-        if cb.epoch==0 and (cb.train_iter==1 or not in_loop): cb.learn.remove_cbs(cb.learn.cbs.filter(risinstance(cls)))
-    learn = make_learner(make_dls(76, 8), cbs=[cls(4), Callback(**{event:remove})])
+        if cb.epoch==0 and (cb.train_iter==1 or not in_loop):
+            cb.learn.remove_cbs(cb.learn.cbs.filter(risinstance(cbs[0])))
+    learn = make_learner(make_dls(76, 8), cbs=[*(o(4) for o in cbs), Callback(**{event:remove})])
     learn.fit(2)
     is_clean(learn)
-    n = 10 if event in ('before_epoch','before_train') else 3 if cls is AccumulateStep else 10
-    assert len(learn.spy.steps)==n+10 and not learn.cbs.filter(risinstance(cls))
-
-@drawn(5, which=[AccumulateStep,MicroBatch], coupled=[False,True],
-       event='before_batch after_loss after_backward before_step after_batch'.split())
-def test_one_of_two_removed(which, event, coupled):
-    "The other callback goes on, or skips the rest of the epoch"
-    def remove(cb):
-        if cb.training and cb.train_iter==1: cb.learn.remove_cb(which)
-    learn = make_learner(make_dls(76, 8), cbs=[AccumulateStep(4), MicroBatch(3, coupled=coupled),
-                                                Callback(**{event:remove})])
-    learn.fit(2)
-    is_clean(learn)
-    assert len(learn.spy.steps)>=6 and learn.recorder.values[1][0]<2
+    n = 10 if event in ('before_epoch','before_train') else 3 if AccumulateStep in cbs else 10
+    assert len(learn.spy.steps)==n+10 and not learn.cbs.filter(risinstance(cbs[0]))
 
 @each(cls=[AccumulateStep,MicroBatch])
 def test_one_instance_in_two_learners(cls):
@@ -191,29 +154,9 @@ def test_one_instance_in_two_learners(cls):
     b.fit(1)
     assert len(b.spy.steps)==(2 if cls is AccumulateStep else 8)
 
-def test_a_window_begins_with_cleared_gradients():
-    "Also those of a backward pass before the fit"
-    def fit(learn):
-        for p in learn.model.parameters(): p.grad = torch.ones_like(p)
-        learn.fit(2)
-    a,b = make_learner(make_dls(76, 8, shuffle=False),
-                       cbs=AccumulateStep(4)),make_learner(make_dls(76, 32, shuffle=False))
-    fit(a); b.fit(2)
-    assert_same(a, b)
-
 def test_given_to_fit():
     a,_ = same(list, fit=lambda l: l.fit(2, cbs=AccumulateStep(4) if l.dls.train.bs==8 else None))
     assert not hasattr(a, 'accumulate_step')
-
-def test_dropped_tail():
-    "A dropped tail is thrown away unseen: nothing is computed for it"
-    seen = []
-    look = Callback(before_batch=lambda cb: seen.append(cb.micro.i) if cb.training else None)
-    learn = make_learner(make_dls(76, 8), cbs=[AccumulateStep(4, drop_last=True), look])
-    learn.fit(1)
-    assert seen==list(range(8))
-    assert learn.accumulate_step.counts==Counts(8, 76, [32,32])
-    assert learn.pct_train==1.
 
 @each(keep=[True, False])
 def test_drop_last_decides(keep):
@@ -239,16 +182,7 @@ def test_progress_moves_at_each_micro_batch(cb, monkeypatch):
     learn.fit(1)
     assert list(dict.fromkeys(seen))==[(i,10) for i in range(9 if getattr(cb, 'drop_last', None) else 11)]
 
-def test_a_callback_that_does_not_run():
-    "One that has set its `run` to False stays off"
-    cb = Callback(); cb.order = 55; cb.seen = []
-    cb.before_fit = lambda: setattr(cb, 'run', False)
-    cb.after_batch = lambda: cb.seen.append(1)
-    learn = make_learner(make_dls(76, 8), cbs=[cb, AccumulateStep(4)])
-    learn.fit(2)
-    assert not cb.seen
-
-@drawn(7, which=[{1}, {3}, {9}, {1,3,4,5}, {4,5,6,7}, {8,9}], order=[-1000,0,1000],
+@each(7, which=[{1}, {3}, {9}, {1,3,4,5}, {4,5,6,7}, {8,9}], order=[-1000,0,1000],
        event=['before_batch','after_pred','after_loss','before_backward'])
 def test_cancelled_micro_batches(which, event, order):
     """A micro-batch that is cancelled before its backward pass adds nothing, and its window steps all the same, also
@@ -273,7 +207,7 @@ def test_cancelled_micro_batches(which, event, order):
     left = sum(len(range(j*8, min(j*8+8,76))) for w in windows for j in w)
     assert (n.n_steps,n.n_stepped,n.n_thrown)==(sum(map(bool,windows)),left,76-left)
 
-@drawn(5, at=[4,5,7,8,9], order=[-1000,1000])
+@each(5, at=[4,5,7,8,9], order=[-1000,1000])
 def test_cancelled_after_backward(order, at):
     """Its gradient is in, so its window is left out: the rest is drawn, not run, and the large batch would be left
     out too"""
@@ -294,103 +228,6 @@ def test_cancelled_after_backward(order, at):
     n_run = at+1+(2 if at<8 else 0)
     assert seen==[*range(n_run)]*2
 
-def test_varying_batch_sizes():
-    "Micro-batches of many sizes, counted in samples: the schedule goes by the share of batches seen"
-    from torch.utils.data import DataLoader as TorchLoader, TensorDataset
-    sizes = [3,9,1,14,5,8,20,2,2,6,10,7]
-    n,cuts = sum(sizes),[0,*np.cumsum(sizes)]
-    x,y = features(n),classes(n)
-    parts = [list(range(a,b)) for a,b in zip(cuts,cuts[1:])]
-    windows,left = [],[]
-    for p in parts:
-        left += [p]
-        if sum(map(len,left))>=16: windows.append(left); left = []
-    if left: windows.append(left)
-    prebatched = DataLoader([(x[p],y[p]) for p in parts], bs=None)
-    sampled = TorchLoader(TensorDataset(x,y), batch_sampler=parts)
-    class Buckets(DataLoader):
-        "A loader whose batches are smaller than its batch size"
-        def __len__(self): return len(parts)
-        def get_idxs(self): return list(range(n))
-        def chunkify(self, b): b = list(b); return iter([[b[i] for i in p] for p in parts])
-    for dl in prebatched, sampled, Buckets(Items(x, y), bs=20):
-        learn = make_learner(make_dls(32, 8), cbs=AccumulateStep(n_samples=16), opt_func=SGD)
-        learn.dls = DataLoaders(dl, learn.dls.valid)
-        learn.fit_one_cycle(1)
-        pcts,exact = [s['pct_train'] for s in learn.spy.steps],np.cumsum([0]+[len(w)/len(sizes) for w in windows[:-1]])
-        assert rel(pcts, exact)[0]<=TOL
-        assert learn.train_iter==len(windows)
-        assert learn.accumulate_step.counts.n_stepped==n
-        assert learn.recorder.lrs==learn.recorder.hps['lr'] and len(learn.recorder.lrs)==len(windows)
-
-class LoseItem(Items):
-    "A dataset that fails once, as a corrupt image does"
-    def __getitem__(self, i):
-        if i==44 and self.fail: self.fail = False; raise self.exc
-        return super().__getitem__(i)
-
-@each(exc=[OSError('truncated'), KeyboardInterrupt()])
-def test_export_after_the_loader_failed(exc, tmp_path):
-    "What is left after the loader has failed does not reach an exported, copied or going-on learner"
-    ds = LoseItem(features(76), classes(76)); ds.fail,ds.exc = True,exc
-    model = nn.Sequential(small_model(), nn.Dropout())
-    learn = make_learner(DataLoaders(DataLoader(ds, bs=8), DataLoader(ds, bs=8)), model, cbs=AccumulateStep(4),
-                         splitter=trainable_params)
-    with pytest.raises(type(exc)): learn.fit(1)
-    learn.remove_cb(Spy); learn.logger = print; learn.path = tmp_path; learn.export('a.pkl')
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        loaded = load_learner(tmp_path/'a.pkl')
-    dl = DataLoader(Items(features(24), classes(24)), bs=8)
-    for l in (loaded, learn):
-        a,b = (l.get_preds(dl=dl)[0] for _ in range(2))
-        assert torch.equal(a, b), 'dropout is on'
-        assert all(cb.run for cb in l.cbs) and not any(k=='after_batch' for cb in l.cbs for k in cb.__dict__
-                                                       if not isinstance(cb, Spy))
-
-@pytest.mark.parametrize('event,order', [('before_step',0), ('after_step',0), ('after_batch',55)])
-def test_cancel_train_in_the_last_window(event, order):
-    "`CancelTrainException` ends the epoch, also when the window is closed after the loader has ended early"
-    def stop(cb):
-        if cb.training and cb.train_iter==(3 if event=='after_batch' else 2): raise CancelTrainException
-    def train(bs, cbs):
-        cb = Callback(**{event:stop}); cb.order = order
-        learn = make_learner(make_dls(92, bs, skip=tuple(range(20)), shuffle=False), cbs=[cb]+cbs)
-        learn.fit(2)
-        return learn
-    a,b = train(8, [AccumulateStep(4)]),train(32, [])
-    # fastai leaves the gradients of a cancelled step behind, so not the weights
-    assert a.epoch==b.epoch==1 and rel(a.recorder.lrs, b.recorder.lrs)[0]<=TOL
-
-def test_changed_during_a_fit():
-    "The window can be changed, or accumulation be switched on, between epochs"
-    def grow(cb):
-        if cb.epoch: cb.learn.accumulate(4)
-    a,b = (make_learner(make_dls(76, 8, shuffle=False), cbs=cbs, opt_func=SGD)
-           for cbs in (Callback(before_epoch=grow), None))
-    a.fit(2)
-    b.fit(1)
-    b.dls = make_dls(76, 32, shuffle=False); b.fit(1)
-    assert rel(snapshot(a)['params'], snapshot(b)['params'])[0]<=TOL
-    assert len(a.spy.steps)==10+3
-
-@each(at=[2,3,4])
-def test_validation_in_the_middle_of_a_window(at):
-    """Wherever it is, the window keeps its gradients; fastai's `validate` leaves the learner in validation, and
-    counts steps anew"""
-    class Validates(Callback):
-        run_valid = False
-        def after_batch(self):
-            if self.iter!=at: return
-            dl,n_iter = self.dl,self.n_iter
-            self.learn.validate()
-            self.learn.dl,self.learn.n_iter,self.learn.iter,self.learn.training = dl,n_iter,at,True
-            self.model.train()
-    a,b = (make_learner(make_dls(76, bs), cbs=cbs) for bs,cbs in ((8,[AccumulateStep(4),Validates()]),(32,None)))
-    for learn in (a,b): learn.fit(1, .02)
-    close(*([s['grads'] for s in o.spy.steps] for o in (a,b)))
-    assert len(b.spy.steps)==3
-
 class WandbCallback(Callback):
     "What the callback of fastai does to its axis"
     order = Recorder.order+1
@@ -398,23 +235,116 @@ class WandbCallback(Callback):
     def after_batch(self):
         if self.training: self.axis.append(self.axis[-1]+1/self.n_iter)
 
-@each(kw=[dict(), dict(skip=range(68,76))])
-def test_axis_of_wandb(kw):
-    "An epoch is 1, also where the loader is shorter than its length and its tail is closed in `after_train`"
-    learn = make_learner(make_dls(76, 8, shuffle=False, **kw), cbs=[AccumulateStep(4), WandbCallback()])
-    learn.fit(2)
+@each(sizes=[[8]*9+[4], [8]*8+[4], [8,3,9,12,8]])
+def test_axis_of_wandb(sizes):
+    """An epoch is 1, also where the loader is shorter than its length and its tail is closed in `after_train`; where
+    the number of windows is unknown, the axis counts as it did"""
+    known = len(sizes)>5
+    learn = make_learner(make_dls(76, 8, shuffle=False, skip=range(68,76)[:8*(len(sizes)==9)]),
+                         cbs=[AccumulateStep(**(dict(n_step=4) if known else dict(n_samples=20))), WandbCallback()])
+    xs = [(features(n), classes(n)) for n in sizes]
+    if not known: learn.dls = DataLoaders(DataLoader(xs, bs=None), DataLoader(xs[:1], bs=None))
+    learn.fit(2 if known else 1)
     n = len(learn.spy.steps)
-    assert learn.wandb.axis==pytest.approx([i/3 for i in range(n+1)])
-
-def test_axis_of_wandb_varying():
-    "Where the number of windows is unknown the axis counts as it did"
-    learn = make_learner(make_dls(76, 8), cbs=[AccumulateStep(n_samples=20), WandbCallback()])
-    xs = [(features(n), classes(n)) for n in (8,3,9,12,8)]
-    learn.dls = DataLoaders(DataLoader(xs, bs=None), DataLoader(xs[:1], bs=None))
-    learn.fit(1)
-    assert learn.wandb.axis==pytest.approx([0,.2,.4])
+    assert learn.wandb.axis==pytest.approx([i/3 for i in range(n+1)] if known else [0,.2,.4])
 
 def test_terminate_on_nan_of_weight_0():
     "A micro-batch of weight 0 does not end training: its loss of NaN is not shown"
     y = classes(76); y[8:16] = -100
     same(lambda: AccumulateStep(4), also=TerminateOnNaNCallback, y=y)
+
+# A window of one micro-batch is plain fastai to every callback: batches differ in size here, and classes are weighted
+
+class Clip(Callback):
+    def after_backward(self): nn.utils.clip_grad_norm_(self.model.parameters(), .1)
+class LogNorm(Callback):
+    def before_fit(self): self.norms = []
+    def after_backward(self):
+        self.norms += [self.learn.loss_grad.item(), *(p.grad.norm().item() for p in self.model.parameters())]
+class Penalty(Callback):
+    "A backward pass of its own"
+    def before_backward(self): (.1*sum(p.pow(2).sum() for p in self.model.parameters())).backward()
+
+one_micro = dict(one_step=lambda: AccumulateStep(1), by_samples=lambda: AccumulateStep(n_samples=12),
+                 uncut=lambda: MicroBatch(100), coupled=lambda: MicroBatch(5, coupled=True),
+                 exact=lambda: MicroBatch(5, exact=True))
+
+@each(way=one_micro, cb=[Clip,LogNorm,Penalty])
+@pytest.mark.filterwarnings('ignore:MicroBatch.*no batch is cut')
+def test_one_micro_batch_is_plain(way, cb):
+    loss = nn.CrossEntropyLoss(weight=tensor([1.,5.,.2]).double())
+    learn,plain = same(one_micro[way], bs=12, large=12, n=32, also=cb, loss_func=loss)
+    if cb is LogNorm: close(learn.log_norm.norms, plain.log_norm.norms)
+
+# A fit that makes no step says so once
+
+class Skip(Callback):
+    run_valid = False
+    def __init__(self, event, error, every=4): self.error,self.every = error,every; setattr(self, event, self.stop)
+    def stop(self):
+        if (self.iter+1)%self.every: raise self.error
+
+def warned(learn, n=1):
+    with warnings.catch_warnings(record=True) as ws:
+        warnings.simplefilter('always')
+        learn.fit(n)
+    return [str(o.message) for o in ws if 'no step' in str(o.message)]
+
+@each(cb=[partial(AccumulateStep, 4), partial(AccumulateStep, n_samples=32), partial(MicroBatch, 4)],
+      at=[('before_step',CancelBatchException), ('before_step',CancelStepException),
+          ('after_backward',CancelBatchException), ('before_batch',CancelBatchException)])
+def test_all_windows_are_cancelled(cb, at):
+    said, = warned(make_learner(make_dls(24, 8), cbs=[cb(), Skip(*at)]), 3)
+    assert cb.func.__name__ in said and 'was cancelled' in said
+    # one step is enough
+    assert not warned(make_learner(make_dls(64, 8), cbs=[AccumulateStep(2), Skip('before_step', CancelStepException)]))
+
+def test_trials_say_nothing():
+    learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        learn.noise_scale(2, 3, False)
+        learn.check_accumulation()
+
+# By hand, as fastai's own notebooks do to look at MixUp
+
+by_hand = dict(acc=lambda: AccumulateStep(4), coupled=lambda: MicroBatch(3, coupled=True),
+               both=lambda: [AccumulateStep(2), MicroBatch(3)])
+
+@each(name=by_hand)
+def test_events_by_hand(name):
+    mix = MixUp(.4)
+    mix.distrib = torch.distributions.Beta(*torch.tensor([.4,.4], dtype=torch.float64))
+    learn = make_learner(make_dls(64, 8, x=features(64, 16).view(64,1,4,4), y=classes(64), shuffle=False),
+                         nn.Sequential(nn.Flatten(), small_model(16)), StackedCE(), cbs=[mix, *L(by_hand[name]())],
+                         **one_group)
+    with learn:
+        learn.epoch,learn.training,learn.dl = 0,True,learn.dls.train
+        learn('before_train')
+        b = learn.dls.one_batch()
+        learn._split(b)
+        learn('before_batch')
+        assert learn.x.shape==b[0].shape and not torch.equal(learn.x, b[0])   # mixed
+        learn('after_train')
+    is_clean(learn)
+    learn.fit(1)
+    assert len(learn.spy.steps)==dict(acc=2, both=4).get(name, 8)
+    is_clean(learn)
+
+@each(way=[(lambda: AccumulateStep(4), 8), (lambda: MicroBatch(8), 32)])
+def test_a_loop_of_ones_own(way):
+    "Only `fit` knows windows: each call of `learn.one_batch` is a step with its batch, as without our callbacks"
+    cb,bs = way
+    def run(cbs):
+        learn = make_learner(make_dls(64, bs, shuffle=False), cbs=cbs)
+        learn.remove_cbs([learn.recorder,learn.micro])
+        learn.create_opt()
+        learn.spy.before_fit()
+        learn.model.train()
+        learn.training,learn.train_iter,learn.pct_train,learn.n_iter = True,0,0.,64//bs
+        learn.n_epoch = 1
+        for i,b in enumerate(learn.dls.train): learn.one_batch(i, b)
+        return learn.spy.steps,weights(learn)
+    ours,plain = run(cb()),run(None)
+    close(ours, plain, 0)
+    assert len(ours[0])==64//bs

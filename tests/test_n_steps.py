@@ -12,11 +12,11 @@ ways = dict(none=list, four=lambda: AccumulateStep(4), one=lambda: AccumulateSte
             scheduled_samples=lambda: AccumulateStep(n_samples=lambda pct: 8*grows(pct)),
             cut=lambda: MicroBatch(3), both=lambda: [AccumulateStep(4), MicroBatch(3)])
 
-@drawn(9, way=ways, drop_last=[False,True], n_epoch=[1,3])
-def test_it_is_what_the_fit_makes(way, drop_last, n_epoch):
+@each(way=ways, drop_last=[False,True])
+def test_it_is_what_the_fit_makes(way, drop_last):
     learn = make_learner(make_dls(76, 8, drop_last=drop_last), cbs=ways[way]())
-    n = learn.n_steps(n_epoch)
-    learn.fit(n_epoch)
+    n = learn.n_steps(3)
+    learn.fit(3)
     assert n==len(learn.spy.steps)>0
 
 def test_accumulation_for_every_learner():
@@ -30,23 +30,16 @@ def test_accumulation_for_every_learner():
             assert len(o.spy.steps)==n
     assert plain.n_steps()==8
 
-def test_a_scheduler_of_ones_own():
-    "A `OneCycleLR` of PyTorch ends where the fit ends"
-    class Own(Callback):
-        def before_fit(self):
-            sgd = torch.optim.SGD(self.learn.model.parameters(), lr=.1)
-            self.sched = torch.optim.lr_scheduler.OneCycleLR(sgd, .1, total_steps=self.learn.n_steps(self.n_epoch)+1)
-            sgd.step()
-        def after_step(self): self.sched.step()
-    learn = make_learner(make_dls(76, 8), cbs=[AccumulateStep(4), Own()])
-    learn.fit(3)
-    close(learn.own.sched.get_last_lr()[0], .1/25/1e4)
-
-def test_nobody_knows():
+def test_what_cannot_be_known():
     dl = DataLoader([(features(5), classes(5))]*4, bs=None)
     learn = make_learner(DataLoaders(dl, dl), cbs=AccumulateStep(n_samples=8))
     with pytest.raises(ValueError, match=r'n_steps: .*no batch size.*n_samples=8.*use n_step'): learn.n_steps()
     with pytest.raises(ValueError, match='n_epoch must be an int of at least 1, got 0'): learn.n_steps(0)
+    learn = make_learner(make_dls(76, 8), cbs=GradientAccumulation(32))
+    with pytest.raises(ValueError, match="n_steps: fastai's GradientAccumulation.*use AccumulateStep"): learn.n_steps()
+    for dls in None,DataLoaders():
+        learn = Learner(dls, small_model(), nn.MSELoss())
+        with pytest.raises(ValueError, match='n_steps: .*no training loader'): learn.n_steps()
 
 def test_several_processes(monkeypatch):
     "Before a fit in `distrib_ctx`, the loader is not yet cut; its windows of samples are filled by all processes"
@@ -58,21 +51,12 @@ def test_several_processes(monkeypatch):
         learn = make_learner(make_dls(76, 8), cbs=L(way)+[DistributedTrainer()])   # 10 batches, 5 for each
         assert learn.n_steps()==n
 
-def test_what_cannot_be_known():
-    learn = make_learner(make_dls(76, 8), cbs=GradientAccumulation(32))
-    with pytest.raises(ValueError, match="n_steps: fastai's GradientAccumulation.*use AccumulateStep"): learn.n_steps()
-    for dls in None,DataLoaders():
-        learn = Learner(dls, small_model(), nn.MSELoss())
-        with pytest.raises(ValueError, match='n_steps: .*no training loader'): learn.n_steps()
-
-@pytest.mark.parametrize('cb', [lambda: ShortEpochCallback(.5, short_valid=False), lambda: ShortEpochCallback(.1), lambda: SkipToEpoch(1)])
-@pytest.mark.parametrize('way', ['none','four'])
+@each(cb=[lambda: ShortEpochCallback(.5, short_valid=False), lambda: SkipToEpoch(1)], way=['none','four'])
 def test_fastais_callbacks_that_end_early(way, cb):
     learn = make_learner(make_dls(76, 8), cbs=[*L(ways[way]()), cb()])
     with pytest.raises(ValueError, match=f'n_steps: .*{type(cb()).__name__}.*nobody knows'): learn.n_steps(2)
 
-@pytest.mark.parametrize('skip', [range(0, 64, 2), range(1, 64, 2), range(32), range(32, 64), [0], [63]],
-                         ids=['even','odd','first half','last half','first','last'])
+@each(skip=[range(0, 64, 2), range(32, 64), [0], [63]])
 def test_items_that_are_skipped(skip):
     "A few items are loaded, and random numbers are as before"
     learn = make_learner(make_dls(64, 8, skip=skip), cbs=AccumulateStep(4))
@@ -80,12 +64,13 @@ def test_items_that_are_skipped(skip):
     with pytest.raises(ValueError, match='n_steps: items of the loader raise SkipItemException'): learn.n_steps(2)
     assert torch.equal(was[0], torch.get_rng_state()) and was[1]==random.getstate()
 
-@pytest.mark.parametrize('n,way', [(6,lambda: AccumulateStep(4, drop_last=True)), (24,lambda: AccumulateStep(4, drop_last=True)),
-                                   (24,lambda: AccumulateStep(n_samples=32, drop_last=True)),
-                                   (76,lambda: [AccumulateStep(2), AccumulateStep(3)]),
-                                   (24,lambda: AccumulateStep(lambda pct: 4, drop_last=True))])
-def test_a_fit_that_is_refused(n, way):
+@each(case=[(6, lambda: AccumulateStep(4, drop_last=True)), (24, lambda: AccumulateStep(4, drop_last=True)),
+            (24, lambda: AccumulateStep(n_samples=32, drop_last=True)),
+            (76, lambda: [AccumulateStep(2), AccumulateStep(3)]),
+            (24, lambda: AccumulateStep(lambda pct: 4, drop_last=True))])
+def test_a_fit_that_is_refused(case):
     "`n_steps` says what the fit says"
+    n,way = case
     learn = make_learner(make_dls(n, 8), cbs=way())
     with pytest.raises(ValueError) as a: learn.n_steps(1)
     with pytest.raises(ValueError) as b: learn.fit(1)

@@ -1,6 +1,5 @@
 "Gradients that are summed in a higher precision than the parameters have"
 import pytest
-import pickle,sys
 from harness import *
 from fastai_accum.extras.precision import *
 from fastai_accum.patch import *
@@ -45,6 +44,50 @@ def test_two_units_in_the_last_place(dtype, micro, loss):
     assert error([GradAccumDtype()]) <= 2
     if micro==1: assert error([]) > 2   # what it is for
 
+class Learned(nn.Module):
+    "A loss with parameters of its own"
+    def __init__(self):
+        super().__init__()
+        self.t,self.loss = nn.Parameter(torch.ones(3).double()),nn.CrossEntropyLoss(weight=by_class.weight)
+    def forward(self, pred, y): return self.loss(pred*self.t, y)
+
+def unfreezes(at, event):
+    def f(cb):
+        if cb.training and cb.epoch==0 and cb.micro.i==at: cb.learn.unfreeze()
+    return Callback(**{event:f})
+def leaves_out(cb):
+    if cb.training and cb.micro.i in (1,7): raise CancelBatchException
+def summed(): return nn.CrossEntropyLoss(reduction='sum')
+
+alike = dict(
+    tail     = dict(),
+    dropped  = dict(drop_last=True),
+    shorter  = dict(n=50, skip=(3,4,20)),
+    clip     = dict(cbs=lambda: GradientClip(.01)),
+    kept_sum = dict(acc=dict(average=False), loss_func=summed),
+    loss     = dict(loss_func=Learned, acc=dict(weight=lambda p, y: by_class.weight[y].sum())),
+    unfreeze = dict(cbs=lambda: unfreezes(2, 'before_batch'), frozen=True),
+    at_end   = dict(cbs=lambda: unfreezes(3, 'after_batch'), frozen=True),
+    left_out = dict(cbs=lambda: Callback(after_loss=leaves_out)),
+    cancels  = dict(cbs=lambda: Callback(after_backward=leaves_out)))
+
+@each(name=alike)
+def test_exact_where_nothing_is_low(name):
+    "For parameters in float64 the callback changes nothing"
+    def train(*sums):
+        kw = dict(alike[name])
+        acc,cbs,loss,frozen = (kw.pop(k, v) for k,v in dict(acc={}, cbs=list, loss_func=noop, frozen=False).items())
+        lf = loss()
+        split = (lambda m: [params(m[0]), [*params(m[1:]), *params(lf)]]) if name=='loss' else halves
+        learn = make_learner(make_dls(**{**dict(n=76, bs=8, shuffle=False), **kw}), loss_func=lf, splitter=split,
+                             cbs=[AccumulateStep(4, **acc), *sums, *L(cbs())])
+        if frozen: learn.freeze()
+        learn.fit_one_cycle(2, .02)
+        return learn
+    a,b = train(GradAccumDtype()),train()
+    assert_same(a, b)
+    if name=='loss': close(a.loss_func.t, b.loss_func.t)
+
 @each(dtype=[torch.float16,torch.bfloat16])
 def test_each_gradient_is_freed(dtype):
     """No low-precision gradient is there when the next micro-batch begins, and when one is added the ones before are
@@ -58,130 +101,6 @@ def test_each_gradient_is_freed(dtype):
     learn.fit(1)
     assert len(left)==12 and all(all(o) for o in left)
     assert all(g.dtype==dtype for s in learn.spy.steps for g in s['grads'])
-
-@drawn(3, cbs=[list, lambda: [GradientClip(.01)]],
-       kw=[dict(n=76), dict(n=76, drop_last=True), dict(n=50, skip={3,4,20})])
-def test_exact_where_nothing_is_low(kw, cbs):
-    "For parameters in float64 the callback changes nothing"
-    def train(bs, cbs):
-        learn = make_learner(make_dls(bs=bs, shuffle=False, **kw), cbs=cbs)
-        learn.fit_one_cycle(2, .02)
-        return learn
-    a = train(8, [AccumulateStep(4), GradAccumDtype(), *cbs()])
-    assert_same(a, train(8, [AccumulateStep(4), *cbs()]) if 'skip' in kw else train(32, cbs()))
-
-def test_sums_with_the_rest(tmp_path):
-    "`lr_find`, the patch, unfreezing in the middle of an epoch, micro-batches that are left out"
-    def unfreeze(cb):
-        if cb.training and cb.epoch==0 and cb.micro.i==2: cb.learn.unfreeze()
-    def leave_out(cb):
-        if cb.training and cb.micro.i in (1,7): raise CancelBatchException
-    def train(cbs):
-        learn = make_learner(make_dls(76, 8), path=tmp_path, cbs=[Callback(before_batch=unfreeze),
-                                                                  Callback(after_loss=leave_out), *cbs])
-        learn.freeze()
-        with accumulation(4):
-            learn.fit(2)
-            learn.lr_find(num_it=10, show_plot=False, suggest_funcs=None)
-        return learn
-    assert_same(train([GradAccumDtype()]), train([]))
-
-def test_sparse_gradients_are_summed():
-    "Sparse gradients are summed as they are"
-    class Bag(nn.Module):
-        def __init__(self):
-            super().__init__(); torch.manual_seed(0)
-            self.emb,self.lin = nn.Embedding(20, 6, sparse=True),nn.Linear(6,3)
-        def forward(self, x): return self.lin(self.emb(x).mean(1))
-    def train(bs, cbs):
-        dls = make_dls(60, bs, x=torch.randint(20, (60,3), generator=torch.Generator().manual_seed(0)), shuffle=False)
-        learn = make_learner(dls, Bag().double(), splitter=trainable_params,
-                             opt_func=partial(OptimWrapper, opt=torch.optim.SGD), cbs=cbs)
-        learn.remove_cb(Spy)
-        learn.fit(1)
-        return [p.detach() for p in learn.model.parameters()]
-    assert rel(train(8, [AccumulateStep(4), GradAccumDtype()]), train(32, []))[0] <= TOL
-
-def test_deepcopy_inside(tmp_path):
-    copies = []
-    def copy(cb):
-        if cb.training and cb.micro.i==1: copies.append((deepcopy(cb.learn.model), pickle.dumps(cb.learn.model)))
-    learn = make_learner(make_dls(60, 8), cbs=[AccumulateStep(4), GradAccumDtype(), Callback(after_backward=copy)])
-    learn.fit(1)
-    assert copies and not any(p._post_accumulate_grad_hooks for p in copies[0][0].parameters())
-
-def both(fit=lambda l: l.fit(1), cbs=lambda: [], more=None, **kwargs):
-    "`fit` with and without the callback, in float64, where it must not make a difference"
-    res = []
-    for extra in [more or GradAccumDtype], []:
-        learn = make_learner(make_dls(76, 8, **kwargs.pop('dls_kw', {})),
-                             cbs=[AccumulateStep(4), *[o() for o in extra], *cbs()], **kwargs)
-        fit(learn)
-        res.append(learn)
-    return res
-
-class Learned(nn.Module):
-    "A loss with parameters of its own"
-    def __init__(self):
-        super().__init__()
-        self.t,self.loss = nn.Parameter(torch.ones(3).double()),nn.CrossEntropyLoss(weight=by_class.weight)
-    def forward(self, pred, y): return self.loss(pred*self.t, y)
-
-def test_parameters_outside_the_model():
-    res = []
-    for cbs in [GradAccumDtype()], []:
-        lf = Learned()
-        acc = AccumulateStep(4, weight=lambda p,y: by_class.weight[y].sum())
-        learn = make_learner(make_dls(76, 8), loss_func=lf, splitter=lambda m: [params(m), params(lf)], cbs=[acc, *cbs])
-        learn.fit(2)
-        res.append([lf.t.detach(), *(p.detach() for p in learn.model.parameters())])
-    assert rel(*res)[0]<=TOL
-
-def test_kept_sums():
-    for loss in nn.CrossEntropyLoss(reduction='sum'),nn.CrossEntropyLoss(weight=by_class.weight):
-        res = []
-        for cbs in [GradAccumDtype()], []:
-            learn = make_learner(make_dls(76, 8), cbs=[AccumulateStep(4, average=False), *cbs], loss_func=loss)
-            learn.fit(1); res.append(learn)
-        assert_same(*res)
-
-@drawn(4, at=[1,2,3,4], event=['before_batch','after_pred','after_batch'])
-def test_unfreeze_inside(event, at):
-    "A parameter that is unfrozen in a window has the gradient of the micro-batches that follow"
-    def unfreeze(cb):
-        if cb.training and cb.epoch==0 and cb.micro.i==at: cb.learn.unfreeze()
-    def fit(learn): learn.freeze(); learn.fit(2)
-    assert_same(*both(fit, lambda: [Callback(**{event:unfreeze})], loss_func=by_class))
-
-def test_sums_of_a_cancelled_window():
-    "The sums of a window that is cancelled do not reach the next one"
-    def cancel(cb):
-        if cb.training and cb.micro.i==5: raise CancelBatchException
-    a,b = both(cbs=lambda: [Callback(after_backward=cancel)], loss_func=by_class)
-    assert_same(a, b)
-
-def test_order():
-    "Whoever comes before the optimizer and after `AccumulateStep` sees finished gradients, also if it is listed first"
-    seen = []
-    def look(cb): seen.append([p.grad is not None for p in cb.model.parameters()])
-    first = Callback(before_step=look); first.order = -1000
-    make_learner(make_dls(64, 8), cbs=[first, GradAccumDtype(), AccumulateStep(4)]).fit(1)
-    assert len(seen)==2 and all(map(all, seen))
-
-def test_without_windows(tmp_path):
-    "Validation and prediction need no windows: under the patch, and with an `AccumulateStep` that was given to a fit"
-    learn = make_learner(make_dls(64, 8), cbs=GradAccumDtype(), path=tmp_path)
-    learn.validate(); learn.get_preds()
-    with accumulation(4): learn.fit(1); learn.validate()
-    learn.fit(1, cbs=AccumulateStep(4))
-    learn.validate(); learn.get_preds()
-    with pytest.raises(ValueError, match='has no AccumulateStep'): learn.fit(1)
-
-def test_sums_of_a_subclass():
-    class Mine(AccumulateStep): pass
-    learn = make_learner(make_dls(64, 8), cbs=[Mine(4), GradAccumDtype()])
-    learn.fit(1)
-    assert learn.accumulate_step.counts.n_steps==2
 
 def test_the_mean_fits_where_the_sum_does_not():
     """Weights that grow along the window: the sum of float16 gradients does not fit where their mean does, and is cast
@@ -230,31 +149,6 @@ def test_sparse_is_cast_once():
         exact += model.emb.grad.double().to_dense()/64
     assert ulps(grad(torch.bfloat16, [AccumulateStep(64), GradAccumDtype()], 1), exact)<=2
 
-def test_under_ddp(tmp_path):
-    "Gradients are reduced over processes where the hooks take them: refused"
-    dist = torch.distributed
-    dist.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
-    try:
-        model = nn.parallel.DistributedDataParallel(small_model())
-        learn = make_learner(make_dls(64, 8), model, splitter=trainable_params,
-                             cbs=[AccumulateStep(4), GradAccumDtype()])
-        with pytest.raises(ValueError, match='GradAccumDtype: the model is in DistributedDataParallel'): learn.fit(1)
-    finally: dist.destroy_process_group()
-
-def test_two():
-    learn = make_learner(make_dls(64, 8), cbs=[AccumulateStep(4), GradAccumDtype()])
-    with pytest.raises(ValueError, match='GradAccumDtype: cbs holds more than one'):
-        learn.fit(1, cbs=GradAccumDtype(torch.float64))
-
-def test_bad_dtype():
-    for v in 32, 'float32', torch.int32, None, torch.float8_e4m3fn:
-        with pytest.raises(ValueError, match='dtype must be a floating dtype such as torch.float32, got'):
-            GradAccumDtype(v)
-
-def test_grad_accum_dtype_needs_accumulate_step():
-    with pytest.raises(ValueError, match='GradAccumDtype: the learner has no AccumulateStep'):
-        make_learner(make_dls(60, 8), cbs=GradAccumDtype()).fit(1)
-
 def test_peak_memory_of_sums(monkeypatch):
     "A plain run keeps 2 bytes a parameter for gradients. With sums in float32 it is 4; it would be 6 if both were kept"
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[1]/'benchmarks')
@@ -271,3 +165,27 @@ def test_peak_memory_of_sums(monkeypatch):
     plain,summed = train([]),train([GradAccumDtype()])
     assert plain==pytest.approx(2, rel=.3)
     assert 3.5 < summed-plain+2 < 4.5, (plain, summed)
+
+def test_without_windows(tmp_path):
+    "Validation and prediction need no windows: under the patch, and with an `AccumulateStep` that was given to a fit"
+    learn = make_learner(make_dls(64, 8), cbs=GradAccumDtype(), path=tmp_path)
+    learn.validate(); learn.get_preds()
+    with accumulation(4): learn.fit(1); learn.lr_find(num_it=10, show_plot=False, suggest_funcs=None)
+    learn.fit(1, cbs=AccumulateStep(4))
+    learn.validate()
+
+def test_refusals(tmp_path):
+    for v in 32, 'float32', torch.int32, None, torch.float8_e4m3fn:
+        with pytest.raises(ValueError, match='dtype must be a floating dtype such as torch.float32, got'):
+            GradAccumDtype(v)
+    learn = make_learner(make_dls(64, 8), cbs=GradAccumDtype())
+    with pytest.raises(ValueError, match='GradAccumDtype: the learner has no AccumulateStep'): learn.fit(1)
+    learn.accumulate(4)
+    with pytest.raises(ValueError, match='GradAccumDtype: cbs holds more than one'): learn.fit(1, cbs=GradAccumDtype())
+    # gradients are reduced over processes where the hooks take them
+    torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
+    try:
+        learn = make_learner(make_dls(64, 8), nn.parallel.DistributedDataParallel(small_model()),
+                             cbs=[AccumulateStep(4), GradAccumDtype()], **one_group)
+        with pytest.raises(ValueError, match='GradAccumDtype: the model is in DistributedDataParallel'): learn.fit(1)
+    finally: torch.distributed.destroy_process_group()

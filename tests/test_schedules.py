@@ -58,7 +58,7 @@ def matches(a, b, rows):
 
 combined = combine_scheds([.5,.5], [SchedNo(2,2),SchedNo(5,5)])
 
-@drawn(4, n=[96,100,76], f=[grows,combined], loss_func=[nn.CrossEntropyLoss(),nn.CrossEntropyLoss(weight=W)])
+@each(4, n=[96,100,76], f=[grows,combined], loss_func=[nn.CrossEntropyLoss(),nn.CrossEntropyLoss(weight=W)])
 def test_as_by_hand(n, f, loss_func):
     lr = cosine
     b,rows = by_hand(n, 8, 3, f, lr, loss_func)
@@ -66,19 +66,19 @@ def test_as_by_hand(n, f, loss_func):
     matches(ours(n, 8, 3, [AccumulateStep(f),MicroBatch(3)], lr, loss_func), b, rows)
     with accumulation(n_step=f): matches(ours(n, 8, 3, [], lr, loss_func), b, rows)
 
+def test_tail_is_dropped():
+    b,rows = by_hand(96, 8, 3, grows, cosine, nn.CrossEntropyLoss(), drop_last=True)
+    a = ours(96, 8, 3, AccumulateStep(lambda pct: np.int64(grows(pct)), drop_last=True), cosine, nn.CrossEntropyLoss())
+    matches(a, b, rows)
+    assert a.accumulate_step.counts.n_thrown==3*96-sum(r[2] for r in rows)>0
+
 @each(n=[96,100])
 def test_samples(n):
     def f(pct): return 8 if pct<.3 else 20 if pct<.7 else 44
     b,rows = by_hand(n, 8, 3, f, cosine, nn.CrossEntropyLoss(), by_samples=True)
     matches(ours(n, 8, 3, AccumulateStep(n_samples=f), cosine, nn.CrossEntropyLoss()), b, rows)
 
-def test_tail_is_dropped():
-    b,rows = by_hand(96, 8, 3, grows, cosine, nn.CrossEntropyLoss(), drop_last=True)
-    a = ours(96, 8, 3, AccumulateStep(grows, drop_last=True), cosine, nn.CrossEntropyLoss())
-    matches(a, b, rows)
-    assert a.accumulate_step.counts.n_thrown==3*96-sum(r[2] for r in rows)>0
-
-@drawn(2, kw=[dict(n_step=grows), dict(n_samples=lambda pct: 8*grows(pct))], drop_last=[False,True])
+@each(2, kw=[dict(n_step=grows), dict(n_samples=lambda pct: 8*grows(pct))], drop_last=[False,True])
 def test_schedule_reaches_its_end_and_n_iter_is_known(kw, drop_last):
     seen = []
     look = Callback(before_train=lambda cb: None, before_batch=lambda cb: seen.append((cb.epoch,cb.n_iter))
@@ -106,10 +106,6 @@ def test_lr_find_takes_the_first_value(tmp_path):
     assert_same(a, b)
     assert len(a.recorder.losses)==7
 
-def test_constant_function_is_the_number_where_windows_divide():
-    assert_same(ours(96, 8, 2, AccumulateStep(lambda pct: 4), cosine, nn.CrossEntropyLoss()),
-                ours(96, 8, 2, AccumulateStep(4), cosine, nn.CrossEntropyLoss()))
-
 def test_bad_value_of_a_schedule():
     "It raises before the first step, wherever it is"
     for v in 0, -1, 2.5, 2., True, None, '3':
@@ -118,30 +114,6 @@ def test_bad_value_of_a_schedule():
         with pytest.raises(ValueError, match=rf"n_step at pct=0\.5 must be an int of at least 1 .*, got {v!r}"):
             learn.fit(2)
         assert rel(before, [p.detach() for p in learn.model.parameters()])[0]==0
-
-def test_numpy_int():
-    assert ours(96, 8, 1, AccumulateStep(lambda pct: np.int64(3)), cosine,
-                nn.CrossEntropyLoss()).accumulate_step.counts.n_steps==4
-
-def test_more_than_an_epoch():
-    def f(pct): return 99
-    msg = 'a window of 99 micro-batches is more than the 12 of an epoch'
-    learn = make_learner(make_dls(96, 8), cbs=AccumulateStep(f, drop_last=True))
-    with pytest.raises(ValueError, match=msg): learn.fit(2)
-    with pytest.warns(UserWarning, match=msg): make_learner(make_dls(96, 8), cbs=AccumulateStep(f)).fit(2)
-
-def test_short_loader():
-    "A loader that yields fewer batches than its length: the schedule goes by what it says"
-    learn = make_learner(make_dls(96, 8, skip=range(40,60)), cbs=AccumulateStep(grows))
-    learn.fit(2)
-    c = learn.accumulate_step.counts
-    assert c.n_samples==c.n_stepped+c.n_thrown==2*76
-
-def test_windows_from_a_later_epoch():
-    "Epochs that are skipped are not refused"
-    learn = make_learner(make_dls(96, 8), cbs=AccumulateStep(lambda p: 99 if p<.5 else 3, drop_last=True))
-    learn.fit(4, start_epoch=2)
-    assert learn.accumulate_step.counts.n_steps==8
 
 def test_n_epoch_is_lowered_in_the_middle():
     "fastai goes on with all epochs; `f` is asked for 1 at most"
@@ -152,32 +124,26 @@ def test_n_epoch_is_lowered_in_the_middle():
     make_learner(make_dls(96, 8), cbs=[AccumulateStep(f), Callback(before_epoch=lower)]).fit(4)
     assert max(asked)==1
 
-def test_plot_of_what_has_ended_early():
+def test_plot_windows():
     import matplotlib; matplotlib.use('agg')
+    def lines(learn):
+        learn.recorder.plot_windows()
+        return [ax.lines[0].get_xydata() for ax in plt.gcf().axes]
+    learn = make_learner(make_dls(96, 8))
+    with pytest.raises(ValueError, match='the last fit did not train in windows'): lines(learn)
+    with accumulation(n_step=grows): learn.fit(2)
+    assert len(lines(learn))==3 and [ax.get_title() for ax in plt.gcf().axes]==[
+        'learning rate','effective batch, in samples','steps so far']
+    learn.fit(3)
+    with pytest.raises(ValueError, match='the last fit did not train in windows'): lines(learn)
+    rate,_,steps = lines(ours(100, 8, 2, AccumulateStep(grows), cosine, nn.CrossEntropyLoss()))
+    assert rate[-1,0]==200 and steps[-1,1]==len(windows(100, 8, 2, grows))
+    rate,*_ = lines(ours(100, 8, 3, AccumulateStep(lambda p: 5, drop_last=True), cosine, nn.CrossEntropyLoss()))
+    assert rate[-1,0]==3*80   # without the tails
     def stop(cb):
         if cb.train_iter>=5: raise CancelFitException
     learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(grows), Callback(after_batch=stop)])
-    learn.fit(3); learn.recorder.plot_windows()
-    learn = make_learner(make_dls(96, 8))
-    with accumulation(n_step=grows): learn.fit(2)
-    learn.recorder.plot_windows()
-    learn.fit(3)
-    with pytest.raises(ValueError, match='the last fit did not train in windows'): learn.recorder.plot_windows()
-    learn = make_learner(make_dls(100, 8), cbs=AccumulateStep(lambda p: 5, drop_last=True))
-    learn.fit(3); learn.recorder.plot_windows()
-    assert plt.gcf().axes[0].lines[0].get_xdata()[-1]==3*80   # without the tails
-
-def test_plot_with_micro_batch():
-    import matplotlib; matplotlib.use('agg')
+    learn.fit(3); lines(learn)
     learn = make_learner(make_dls(96, 8), cbs=MicroBatch(4))
-    learn.fit(1); learn.recorder.plot_windows()
-    assert plt.gcf().axes[1].lines[0].get_ydata().tolist()==[8]*13
-
-def test_plot_windows(monkeypatch):
-    import matplotlib; matplotlib.use('agg')
-    with pytest.raises(ValueError, match='the last fit did not train in windows'):
-        make_learner(make_dls(96, 8)).recorder.plot_windows()
-    ours(100, 8, 2, AccumulateStep(grows), cosine, nn.CrossEntropyLoss()).recorder.plot_windows()
-    axs = plt.gcf().axes
-    assert [ax.get_title() for ax in axs]==['learning rate','effective batch, in samples','steps so far']
-    assert axs[0].lines[0].get_xdata()[-1]==200 and axs[2].lines[0].get_ydata()[-1]==len(windows(100, 8, 2, grows))
+    learn.fit(1)
+    assert lines(learn)[1][:,1].tolist()==[8]*13

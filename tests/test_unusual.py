@@ -8,7 +8,6 @@ from harness import *
 from fastai_accum.loss import *
 from fastai_accum.microbatch import *
 
-one_group = dict(splitter=trainable_params)
 def learner(dls, cbs=None, model=None, **kwargs): return make_learner(dls, model, cbs=cbs, **{**one_group, **kwargs})
 def alike(cbs=lambda: AccumulateStep(4), **kwargs):
     "Train in windows of four micro-batches, and with the large batch"
@@ -36,7 +35,7 @@ def ids_loss(pred, ys): return F.cross_entropy(pred, tensor([int(o) for o in ys]
 def object_loss(pred, y): return F.cross_entropy(pred, y.y)
 kinds = dict(dicts=(of_dicts,detection_loss), ids=(of_ids,ids_loss), object=(of_object,object_loss))
 
-@drawn(4, n=[96,76], how=[dict(n_step=4),dict(n_samples=32)], kind=kinds)
+@each(4, n=[96,76], how=[dict(n_step=4),dict(n_samples=32)], kind=kinds)
 def test_targets_without_rows(kind, how, n):
     make,loss = kinds[kind]
     a,_ = alike(lambda: AccumulateStep(**how), dls=partial(prebatched, make, n), loss_func=loss, opt_func=SGD,
@@ -60,16 +59,22 @@ def test_count_samples():
     with pytest.raises(ValueError, match='cannot count the samples.*make one of them a tensor'):
         count_samples((object(),), (object(),))
 
-@drawn(3, m=[40,64,200], drop_last=[False,True])
-def test_a_sampler_of_another_size(m, drop_last):
-    "A sampler of PyTorch that draws `m` of 76 samples"
-    def dls(bs):
-        ds,g = TensorDataset(features(76), classes(76)),torch.Generator().manual_seed(0)
-        return DataLoaders(TorchLoader(ds, bs, sampler=WeightedRandomSampler(torch.ones(76), m, generator=g),
-                                       drop_last=drop_last), TorchLoader(ds, 16))
-    alike(lambda: AccumulateStep(n_samples=32), dls=dls)
+sampled = dict(
+    sampler = lambda ds, bs: TorchLoader(ds, bs, sampler=WeightedRandomSampler(torch.ones(76), 40,
+                                         generator=torch.Generator().manual_seed(0))),
+    batches = lambda ds, bs: TorchLoader(ds, batch_sampler=BatchSampler(list(range(0, 76, 2))+[1,3], bs, False)),
+    listed  = lambda ds, bs: TorchLoader(ds, batch_sampler=list(BatchSampler(list(range(0, 76, 2))+[1,3], bs, False))))
 
-@each(m=[40,64,200])
+@each(name=sampled)
+def test_samplers_of_another_size(name):
+    "Samplers of PyTorch that draw 40 of 76 samples"
+    def dls(bs):
+        ds = TensorDataset(features(76), classes(76))
+        return DataLoaders(sampled[name](ds, bs), TorchLoader(ds, 16))
+    a,b = alike(lambda: AccumulateStep(n_samples=32), dls=dls, fit=lambda l: l.fit(2), but=('hps','step.pct_train'))
+    assert len(b.spy.steps)==4 and a.accumulate_step.counts.n_thrown==0
+
+@each(m=[40,200])
 def test_get_idxs_of_another_size(m):
     "A loader of fastai whose `len` is not its number of batches: no sample is thrown away"
     dls = make_dls(76, 8)
@@ -78,18 +83,6 @@ def test_get_idxs_of_another_size(m):
     learn.fit_one_cycle(2)
     n = learn.accumulate_step.counts
     assert (n.n_samples,n.n_stepped,n.n_thrown)==(2*m,2*m,0) and len(learn.spy.steps)==2*-(-m//32)
-
-@each(listed=[True,False])
-def test_batch_sampler(listed):
-    "Batches of one size, drawn by a batch sampler of 40 of the 76 samples"
-    def dls(bs):
-        ds,idxs = TensorDataset(features(76), classes(76)),range(0, 76, 2)
-        bs = BatchSampler(list(idxs), bs, False)
-        return DataLoaders(TorchLoader(ds, batch_sampler=list(bs) if listed else bs), TorchLoader(ds, 16))
-    a,b = (learner(dls(bs), cb) for bs,cb in ((8,AccumulateStep(n_samples=32)), (32,None)))
-    for l in (a,b): l.fit(2)
-    assert rel(snapshot(a)['params'], snapshot(b)['params'])[0]<=TOL and len(a.spy.steps)==len(b.spy.steps)==4
-    assert a.pct_train==pytest.approx(1) and a.accumulate_step.counts.n_thrown==0
 
 # Micro-batches without targets
 
@@ -129,7 +122,7 @@ def test_micro_batch_without_targets(name):
         return learn
     assert_same(train(8, 4), train(32, None), but=('values','final_record'))
 
-@drawn(3, edit=['replaced','penalty','of_weights'], event=['after_loss','before_backward'])
+@each(3, edit=['replaced','penalty','of_weights'], event=['after_loss','before_backward'])
 def test_edited_loss(edit, event):
     """The loss is scaled last, so changes of `loss_grad` in `before_backward` count; a penalty on the weights is exact
     where micro-batches weigh the same"""
@@ -170,10 +163,7 @@ def test_compiled_losses(name):
     loss,y = dict(compiled=(lambda: compile(nn.CrossEntropyLoss(weight=W)), rare()),
                   compiled_function=(lambda: compile(F.cross_entropy), ignoring()),
                   compiled_partial=(lambda: partial(compile(F.cross_entropy), weight=W), rare()))[name]
-    a,b = (learner(make_dls(76, bs, y=y, shuffle=False), cb, loss_func=loss())
-           for bs,cb in ((8,AccumulateStep(4)), (32,None)))
-    for l in (a,b): l.fit(1)
-    assert_same(a, b)
+    a,_ = alike(y=y, loss_func=loss(), fit=lambda l: l.fit(1))
     assert worst(a, learner_of_means(y))[0]>1e-3
 
 @each(loss=[nn.CrossEntropyLoss(weight=W),F.cross_entropy])
@@ -241,12 +231,10 @@ class Longer(DataLoader):
     def __len__(self): return super().__len__()//4
 
 def test_loader_longer_than_it_says():
-    def dls(bs):
-        return DataLoaders(Longer(Items(features(160), classes(160)), bs=bs),
-                           DataLoader(Items(features(16), classes(16)), bs=16))
-    a,b = (learner(dls(bs), cb) for bs,cb in ((8,AccumulateStep(4)), (32,None)))
-    for l in (a,b): l.fit(2)
-    assert rel(snapshot(a)['params'], snapshot(b)['params'])[0]<=TOL and len(a.spy.steps)==len(b.spy.steps)==10
+    def dls(bs): return DataLoaders(Longer(Items(features(160), classes(160)), bs=bs), make_dls(76, 16).valid)
+    a,b = pair(lambda: AccumulateStep(4), dls=dls, fit=lambda l: l.fit(2), **one_group)
+    close(weights(a), weights(b))
+    assert len(a.spy.steps)==len(b.spy.steps)==10
 
 @each(n=[40,152])
 def test_loader_replaced_before_training(n):
@@ -274,7 +262,7 @@ def test_train_metrics_and_out_of_memory(capsys):
     assert counts==[64] and 'MicroBatch: memory ran out' in capsys.readouterr().out
 counts = []
 
-@drawn(2, last=['strings','number'], coupled=[False,True])
+@each(2, last=['strings','number'], coupled=[False,True])
 def test_inputs_without_rows(last, coupled):
     "Two inputs, of which the last has no rows, and no `n_inp` that says so"
     class Named(nn.Module):
@@ -285,12 +273,10 @@ def test_inputs_without_rows(last, coupled):
         dls = prebatched(make, 76, 32)
         del dls.n_inp
         return dls
-    a,b = (learner(dls(), cb, model=Named()) for cb in (MicroBatch(5, coupled=coupled),None))
-    for l in (a,b): l.fit(2)
-    assert_same(a, b)
+    a,b = alike(lambda: MicroBatch(5, coupled=coupled), dls=lambda bs: dls(), model=Named)
     test = DataLoader([o[:2] for o in a.dls.valid], bs=None)
     a.dls.n_inp = b.dls.n_inp = 2
-    assert rel(a.get_preds(dl=test)[0], b.get_preds(dl=test)[0])[0]<=TOL
+    close(a.get_preds(dl=test)[0], b.get_preds(dl=test)[0])
 
 def test_a_model_with_the_name_of_a_callback():
     "`model.lr_finder` is no `LRFinder`, and `model.accumulate_step` no callback"
@@ -300,59 +286,3 @@ def test_a_model_with_the_name_of_a_callback():
         return m
     alike(model=model)
     alike(lambda: MicroBatch(8), bs=32, model=model)
-
-def test_shuffled_texts():
-    "fastai's loader of texts sorts what it shuffles, and gives its order as an iterator"
-    from fastai.text.data import SortedDL
-    x = [torch.arange(1+i%5) for i in range(40)]
-    dl = SortedDL(list(zip(x, classes(40))), sort_func=lambda o: len(o[0]), res=[len(o) for o in x], shuffle=True, bs=4,
-                  create_batch=lambda b: (torch.stack([o.double().sum()[None].expand(6) for o,_ in b]),
-                                          torch.stack([y for _,y in b])))
-    for kw in dict(n_step=2),dict(n_samples=8):
-        learn = learner(DataLoaders(dl, dl), AccumulateStep(**kw))
-        learn.fit(2)
-        assert learn.accumulate_step.counts.n_steps==10
-
-class Named(nn.Module):
-    "Two inputs, a dictionary of two outputs, and a parameter that is never used"
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a,self.b,self.unused = nn.Linear(6,3).double(),nn.Linear(6,1).double(),nn.Linear(6,1).double()
-    def forward(self, x1, x2): return dict(classes=self.a(x1*x2), value=self.b(x1))
-
-@each(as_tuple=[False, True])
-def test_several_inputs_and_targets(as_tuple):
-    "Two inputs, two targets, predictions in a dictionary or a tuple, gradients that are None"
-    def loss(pred, c, v):
-        pc,pv = pred if as_tuple else (pred['classes'],pred['value'])
-        return F.cross_entropy(pc, c) + F.mse_loss(pv[:,0], v)
-    def train(bs, cb=None):
-        x = features(76)
-        trn = DataLoader(Items(x, (features(76,seed=9), classes(76), features(76,1,seed=8)[:,0])), bs=bs)
-        learn = make_learner(DataLoaders(trn, trn), Named(), loss_func=loss, splitter=trainable_params, cbs=cb)
-        learn.dls.n_inp = 2
-        if as_tuple:
-            learn.add_cb(Callback(after_pred=lambda cb: setattr(cb.learn, 'pred', tuple(cb.learn.pred.values()))))
-        learn.fit_one_cycle(2)
-        return learn
-    a,b = train(8, AccumulateStep(4)),train(32)
-    assert_same(a, b)
-    assert a.model.unused.weight.grad is None
-
-def test_dictionary_of_weight_zero():
-    "The cut reaches predictions in a dictionary"
-    mask = torch.ones(64).double(); mask[8:16] = 0
-    def loss(pred, targ, mask): return (((pred['classes']-targ[:,None])**2).mean(1)*mask).sum()/mask.sum()
-    def train(bs, cb=None):
-        trn = DataLoader(Items(features(64), (features(64,seed=9), features(64,1,seed=8)[:,0], mask)), bs=bs)
-        learn = make_learner(DataLoaders(trn, trn), Named(), loss_func=loss, splitter=trainable_params, cbs=cb)
-        learn.dls.n_inp = 2
-        learn.fit(1)
-        return learn
-    a,b = train(8, AccumulateStep(4, weight=lambda pred,targ,mask: mask.sum())),train(32)
-    assert_same(a, b, but=('values','final_record'))   # the validation loader is the training loader, in other batches
-
-def test_frozen_groups():
-    def fit(l): l.freeze(); l.fit_one_cycle(1); l.unfreeze(); l.fit_one_cycle(2, slice(1e-3,1e-2))
-    same(lambda: AccumulateStep(4), fit=fit)

@@ -81,10 +81,6 @@ def within_eights(monkeypatch):
     perm = lambda n: torch.cat([torch.arange(i, min(i+8,n)).flip(0) for i in range(0,n,8)])
     monkeypatch.setattr(torch, 'randperm', perm)
 
-@row('Callbacks', 'MixUp', note='It draws λ and the partners once per micro-batch. We compare with the same draws.')
-@each(loss=[StackedCE(), StackedCE(weight=torch.tensor([1.,5.,20.]).double())])
-def test_mixup_with_the_same_draws(loss, within_eights, works): works(*pair(lambda: injected(MixUp, Draws()), loss_func=loss, matters=True))
-
 def conv_model(norm=nn.Identity):
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3,4,3), norm(4), nn.Tanh(), nn.Conv2d(4,4,3), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
@@ -98,17 +94,24 @@ class CutMixByStep(CutMix):
         torch.manual_seed(self.train_iter)
         super().before_batch()
 
-@row('Callbacks', 'CutMix',
-     note='It draws λ, the box and the partners once per micro-batch. We compare with the same draws.')
+once_each = 'once per micro-batch. We compare with the same draws.'
+@pytest.mark.parametrize('mix', [
+    pytest.param(lambda: injected(MixUp, Draws()),
+                 marks=row('Callbacks', 'MixUp', note=f'It draws λ and the partners {once_each}')),
+    pytest.param(CutMixByStep, marks=row('Callbacks', 'CutMix',
+                                         note=f'It draws λ, the box and the partners {once_each}'))])
 @each(loss=[StackedCE(), StackedCE(weight=torch.tensor([1.,5.,20.]).double())])
-def test_cutmix_with_the_same_draws(loss, within_eights, works):
+def test_mixed_with_the_same_draws(loss, mix, within_eights, works):
     torch.set_default_dtype(torch.float64)   # of λ, which is mixed with the losses
-    try: works(*pair(CutMixByStep, dls=image_dls, model=conv_model, loss_func=loss, matters=True))
+    try: works(*pair(mix, dls=image_dls, model=conv_model, loss_func=loss, matters=True))
     finally: torch.set_default_dtype(torch.float32)
 
-@row('Callbacks', 'ChannelsLast')
-def test_channels_last(works):
-    a,b = pair(ChannelsLast, dls=image_dls, model=conv_model)
+@pytest.mark.parametrize('of_inputs', [pytest.param(False, marks=row('Callbacks', 'ChannelsLast')),
+    pytest.param(True, marks=row('Models', '`channels_last` input and model'))])
+def test_channels_last(of_inputs, works):
+    def to_cl(cb):
+        if of_inputs: cb.learn.xb = tuple(o.contiguous(memory_format=torch.channels_last) for o in cb.xb)
+    a,b = pair(lambda: [ChannelsLast(), Callback(before_batch=to_cl)], dls=image_dls, model=conv_model)
     assert a.model[0].weight.is_contiguous(memory_format=torch.channels_last)
     works(a, b)
 
@@ -125,7 +128,7 @@ def test_bn_freeze(works):
     assert (a.model[1].running_mean==.1).all() and not a.model[1].training
 
 @row('Callbacks', 'ShortEpochCallback', note='It stops after the same window.')
-@each(pct=[.3,.6,.9])
+@each(pct=[.3,.9])
 def test_short_epoch(pct, works):
     a,b = pair(lambda: ShortEpochCallback(pct), n=120, fit=lambda l: l.fit(2, .02))
     works(a, b)
@@ -160,14 +163,6 @@ def test_rnn_regularizer(works):
     works(a, b)
     assert worst(a, pair(rnn_cbs, dls=sequence_dls, model=Rnn,
                          splitter=trainable_params)[1])[0]>1e-3, 'the penalty changes nothing'
-
-@row('Models', '`channels_last` input and model')
-def test_channels_last_input(works):
-    def to_cl(cb): cb.learn.xb = tuple(o.contiguous(memory_format=torch.channels_last) for o in cb.xb)
-    def look(cb):
-        if cb.training: assert cb.pred.grad_fn is not None and cb.x.is_contiguous(memory_format=torch.channels_last)
-    works(*pair(lambda: [ChannelsLast(), Callback(before_batch=to_cl, after_pred=look)], dls=image_dls,
-                model=conv_model))
 
 @row('Models', 'ParallelTrainer', note='`DataParallel` on a machine without GPUs, where it has one replica.')
 def test_parallel_trainer(works, monkeypatch):

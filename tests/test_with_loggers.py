@@ -45,25 +45,24 @@ def joined(ws): return [torch.cat(w) for w in ws]
 
 # Trackers
 
-early = dict(plain={}, patient=dict(patience=3), delta=dict(min_delta=.1, patience=2),
-             metric=dict(monitor='acc', patience=2), train=dict(monitor='train_loss'))
+early = {}, dict(patience=3), dict(monitor='acc', min_delta=.1, patience=2), dict(monitor='train_loss')
 
 @row('Trackers', 'EarlyStoppingCallback', 'everything, and what it prints', note='It stops at the same epoch.')
-@each(kw=early.values())
+@each(kw=early)
 def test_early_stopping(kw, works):
     a,b = pair(lambda: EarlyStoppingCallback(**kw), metrics=acc, fit=said(epochs(8)))
     works(a, b)
     works.same([a.epoch,a.said], [b.epoch,b.said], 'said')
     assert 2<=b.epoch<7 and 'stopping' in b.said, 'was to stop early'
 
-save = dict(best={}, best_opt=dict(with_opt=True), metric=dict(monitor='acc'), each=dict(every_epoch=True),
-            each_opt=dict(every_epoch=True, with_opt=True),
-            second=dict(every_epoch=2), end=dict(at_end=True), end_opt=dict(at_end=True, with_opt=True))
+save = [dict(monitor='acc'), dict(with_opt=True), dict(every_epoch=True), dict(every_epoch=2, with_opt=True),
+        dict(at_end=True)]
 
 @row('Trackers', 'SaveModelCallback', 'everything, each file, and what it prints',
      note='The best model, `every_epoch` and `at_end`, each with and without the optimizer.')
-@pytest.mark.parametrize('kw', save.values(), ids=save)
+@each(kw=save)
 def test_save_model(kw, works, tmp_path):
+    shutil.rmtree(tmp_path/'models', ignore_errors=True)
     names = iter('ab')
     a,b = pair(lambda: SaveModelCallback(fname=next(names), **kw), metrics=acc, path=tmp_path, fit=said(epochs(5)))
     works(a, b)
@@ -75,7 +74,7 @@ def test_save_model(kw, works, tmp_path):
     assert all(set(f)=={'model','opt'} for f in fb.values())==kw.get('with_opt', False)
 
 @row('Trackers', 'ReduceLROnPlateau', 'everything, and what it prints', note='Each step has the same learning rates.')
-@each(kw=[{}, dict(patience=2, factor=3.), dict(monitor='acc', min_delta=.05, min_lr=.05)])
+@each(kw=[{}, dict(monitor='acc', patience=2, factor=3., min_delta=.05, min_lr=.05)])
 def test_reduce_lr(kw, works):
     a,b = pair(lambda: ReduceLROnPlateau(**kw), metrics=acc, fit=said(epochs(6)))
     works(a, b)
@@ -84,7 +83,7 @@ def test_reduce_lr(kw, works):
 
 @row('Trackers', 'TerminateOnNaNCallback', 'weights, losses and learning rates',
      note='It stops after the window with the NaN, as it stops after the large batch.')
-@each(at=range(4,8))
+@each(at=[4,7])
 def test_terminate_on_nan(at, works):
     x = features(76)
     x[at*8:at*8+8] = math.nan   # micro-batch `at`, in the second window
@@ -97,8 +96,9 @@ def test_terminate_on_nan(at, works):
 # Loggers
 
 @row('Loggers', 'CSVLogger', 'everything, and the file without the times', note='With `append=True` too.')
-@pytest.mark.parametrize('append', [False, True])
+@each(append=[False, True])
 def test_csv_logger(append, works, tmp_path):
+    for o in tmp_path.glob('*.csv'): o.unlink()
     names = iter(['a.csv','b.csv'])
     def fit(learn): learn.fit(3); learn.fit_one_cycle(2)
     a,b = pair(lambda: CSVLogger(next(names), append=append), metrics=acc, path=tmp_path, fit=fit)
@@ -108,16 +108,14 @@ def test_csv_logger(append, works, tmp_path):
     assert fb[0]==['epoch','train_loss','valid_loss','acc','time'] and len(fb)==(7 if append else 3)
 
 def bars(learn):
-    "Bars that keep what they are told: moves and totals, lines, points of the graph"
-    learn.moves,learn.lines,learn.graphs = [],[],[]
-    class Bar(fap.progress_bar):
-        def update(self, val): learn.moves.append((val,self.total)); super().update(val)
+    "A bar that keeps what it is told: lines, and points of the graph"
+    learn.lines,learn.graphs = [],[]
     class Master(fap.master_bar):
         def write(self, line, table=False):
             learn.lines.append([fields(o) for o in line[:-1]])
             super().write(line, table)
         def update_graph(self, *args): learn.graphs.append(deepcopy(args)); super().update_graph(*args)
-    return dict(progress_bar=Bar, master_bar=Master)
+    return Master
 
 @row('Loggers', 'ProgressCallback, ShowGraphCallback',
      'everything, the graph and its bounds, the comment at each step, and the lines without the times',
@@ -127,7 +125,7 @@ def test_progress_and_graph(works, monkeypatch):
         learn.logger = print
         learn.add_cbs([ProgressCallback(), ShowGraphCallback()])   # here, since `make_learner` removes bars
         with monkeypatch.context() as m:
-            for k,v in bars(learn).items(): m.setattr(fap, k, v)
+            m.setattr(fap, 'master_bar', bars(learn))
             learn.fit(3)
     a,b = pair(lambda: Watch(61, after_batch=lambda cb: cb.progress.pbar.comment if cb.training else None), metrics=acc,
                fit=fit)
@@ -135,7 +133,6 @@ def test_progress_and_graph(works, monkeypatch):
     works.same(a.graphs, b.graphs, 'graph')
     assert a.watch.seen==b.watch.seen and len(b.watch.seen)==9   # four digits
     assert a.lines==b.lines and len(b.lines)==1+3 and len(b.graphs)==3   # six digits
-    for l,n in ((a,10),(b,3)): assert l.moves==[(i,m) for _ in range(3) for m in (n,2) for i in range(m+1)]
 
 class HalfLoss(nn.CrossEntropyLoss):
     "A loss that keeps a part of itself, as `LossMetric` reads it"
@@ -144,8 +141,7 @@ class HalfLoss(nn.CrossEntropyLoss):
 @row('Loggers', 'Recorder(train_metrics=True)',
      note='Metrics that are functions, metrics of the loss or its parts, and metrics of all predictions. Each '
           'micro-batch counts with its own loss.')
-@each(valid=[True, False])
-@each(drop_last=[False, True])
+@each(valid=[True, False], drop_last=[False, True])
 def test_recorder_of_train_metrics(drop_last, valid, works):
     metrics = [acc, AvgLoss(), Perplexity(), LossMetric('half'), F1Score(average='macro'),
                skm_to_fastai(skm.cohen_kappa_score), RocAuc(multi_class='ovr'),
@@ -180,23 +176,17 @@ def fat():
 
 @row('Loggers', 'TensorBoardCallback', 'everything, and each scalar with its step',
      note='`train_iter` counts windows. With `trace_model=True` too.')
-@pytest.mark.parametrize('trace', [False, True])
-def test_tensorboard(trace, fat, works, tmp_path, monkeypatch):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    class Writer(fat.SummaryWriter):   # the file holds float32
+def test_tensorboard(fat, works, tmp_path, monkeypatch):
+    class Writer(fat.SummaryWriter):
         def __init__(self, *args, **kwargs): self.scalars = []; super().__init__(*args, **kwargs)
         def add_scalar(self, tag, v, step): self.scalars.append([tag,v,step]); super().add_scalar(tag, v, step)
     monkeypatch.setattr(fat, 'SummaryWriter', Writer)
     names = iter('ab')
-    a,b = pair(lambda: fat.TensorBoardCallback(tmp_path/next(names), trace_model=trace, log_preds=False), metrics=acc,
+    a,b = pair(lambda: fat.TensorBoardCallback(tmp_path/next(names), trace_model=True, log_preds=False), metrics=acc,
                fit=lambda l: l.fit_one_cycle(3))
     works(a, b)
     sa,sb = (l.tensor_board.writer.scalars for l in (a,b))
     works.same(sa, sb, 'scalars')
-    for k,scalars in (('a',sa), ('b',sb)):
-        file = EventAccumulator(str(tmp_path/k)).Reload()
-        read = [[tag,e.value,e.step] for tag in file.Tags()['scalars'] for e in file.Scalars(tag)]
-        assert rel(sorted(read), sorted(scalars))[0]<1e-7 and file.Tags()['graph']==trace
     # also after each batch of validation
     assert [s for tag,_,s in sb if tag=='train_loss']==[1,2,3,3,3, 4,5,6,6,6, 7,8,9,9,9]
 
@@ -265,39 +255,39 @@ def load(monkeypatch, name, **modules):
     spec.loader.exec_module(res)
     return res
 
-def sent(a, b, works):
-    "Compare what two services were sent: at each of three steps an epoch, and each epoch"
-    works.same(a.values, b.values, 'sent')
-    assert [v for k,v in b.logged if k=='batch__train_iter']==list(range(1,10))
-    assert sum(k=='epoch__acc' for k,_ in b.logged)==3
-
 @row('Loggers', 'CometCallback', note='An error of fastai 2.8.12 itself, with and without accumulation.')
 def test_comet(works, monkeypatch):
     comet = load(monkeypatch, 'comet', comet_ml=dict(Experiment=Service))
-    with works.refused(NameError, match='keep_experiment_running'):
-        make_learner(make_dls(76, 8), cbs=[AccumulateStep(4), comet.CometCallback('p')])
-    with pytest.raises(NameError, match='keep_experiment_running'):
-        make_learner(make_dls(76, 32), cbs=comet.CometCallback('p'))
+    for cbs in [],[AccumulateStep(4)]:
+        with works.refused(NameError, match='keep_experiment_running'):
+            make_learner(make_dls(76, 8), cbs=[*cbs, comet.CometCallback('p')])
 
-@row('Loggers', 'CometCallback, repaired', 'everything, and what is sent, without the times',
-     note='With `fastai.callback.comet.keep_experiment_running = False`. A stand-in replaces the service.')
-def test_comet_mended(works, monkeypatch):
-    comet = load(monkeypatch, 'comet', comet_ml=dict(Experiment=Service))
-    comet.keep_experiment_running = False
-    a,b = pair(lambda: comet.CometCallback('p', log_model_weights=False), metrics=acc, fit=lambda l: l.fit_one_cycle(3))
-    works(a, b)
-    sent(a.comet.experiment, b.comet.experiment, works)
+def comet(monkeypatch):
+    module = load(monkeypatch, 'comet', comet_ml=dict(Experiment=Service))
+    module.keep_experiment_running = False
+    return partial(module.CometCallback, 'p', log_model_weights=False),lambda learn: learn.comet.experiment
 
-@row('Loggers', 'AzureMLCallback', 'everything, and what is sent, without the times',
-     note='A stand-in replaces the service.')
-def test_azure(works, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)   # where it would write `outputs/model_summary.txt`
-    azure = load(monkeypatch, 'azureml',
-                 azureml__core__run=dict(Run=SimpleNamespace(get_context=lambda allow_offline: Service())),
-                 azureml__exceptions=dict(RunEnvironmentException=Exception), azureml={}, azureml__core={})
-    a,b = pair(azure.AzureMLCallback, metrics=acc, fit=lambda l: l.fit_one_cycle(3))
+def azure(monkeypatch):
+    module = load(monkeypatch, 'azureml',
+                  azureml__core__run=dict(Run=SimpleNamespace(get_context=lambda allow_offline: Service())),
+                  azureml__exceptions=dict(RunEnvironmentException=Exception), azureml={}, azureml__core={})
+    return module.AzureMLCallback,lambda learn: learn.azure_ml.azurerun
+
+sends = partial(row, 'Loggers', compared='everything, and what is sent, without the times')
+stand_in = 'A stand-in replaces the service.'
+@pytest.mark.parametrize('service', [pytest.param(azure, marks=sends('AzureMLCallback', note=stand_in)),
+    pytest.param(comet, marks=sends('CometCallback, repaired',
+        note=f'With `fastai.callback.comet.keep_experiment_running = False`. {stand_in}'))])
+def test_services(service, works, monkeypatch, tmp_path):
+    "At each of three steps an epoch, and each epoch"
+    monkeypatch.chdir(tmp_path)   # where one would write `outputs/model_summary.txt`
+    make,sent = service(monkeypatch)
+    a,b = pair(make, metrics=acc, fit=lambda l: l.fit_one_cycle(3))
     works(a, b)
-    sent(a.azure_ml.azurerun, b.azure_ml.azurerun, works)
+    works.same(sent(a).values, sent(b).values, 'sent')
+    logged = sent(b).logged
+    assert [v for k,v in logged if k=='batch__train_iter']==list(range(1,10))
+    assert sum(k=='epoch__acc' for k,_ in logged)==3
 
 # Predictions
 
@@ -306,12 +296,11 @@ def again(f):
     def fit(learn): learn.fit_one_cycle(2); learn.got = f(learn); learn.fit_one_cycle(1)
     return fit
 
-gets = dict(valid=dict(), loss=dict(with_loss=True, with_input=True, with_decoded=True),
-            train=dict(ds_idx=0, with_loss=True))
+gets = dict(with_loss=True, with_input=True, with_decoded=True), dict(ds_idx=0, with_loss=True)
 
 @row('Predictions', 'GatherPredsCallback, get_preds', 'everything, predictions, targets and losses',
      note='Between two fits, on the training set and on the validation set.')
-@each(kw=gets.values())
+@each(kw=gets)
 def test_get_preds(kw, works):
     a,b = pair(fit=again(lambda learn: learn.get_preds(**kw)))
     works(a, b)
@@ -408,7 +397,7 @@ def test_hooks(works):
 @row('Hooks', 'ActivationStats', 'mean, near_zero and histogram for each window; the training itself to 1e-12',
      tol=TOL32,
      note='It makes one entry per micro-batch. `every` counts windows, and takes all their micro-batches.')
-@each(every=[None, 1, 2])
+@each(every=[None, 2])
 def test_activation_stats(every, works):
     a,b = pair(lambda: ActivationStats(every=every, with_hist=True), fit=lambda learn: learn.fit(2))
     assert_same(a, b)

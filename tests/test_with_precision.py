@@ -23,13 +23,10 @@ class Updates(Callback):
     def before_fit(self): self.seen = []
     def after_step(self): self.seen.append((self.learn.scaler.get_scale(), self.learn.scaler._get_growth_tracker()))
 
-def scaled(windows, n=96, bs=8, n_step=4):
-    def train(bs, acc, k):
-        mp = OnCpu(init_scale=2.**10, growth_interval=3)
-        learn = make_learner(make_dls(n, bs), cbs=[*acc, mp, Overflow(windows, k), Updates()])
-        learn.fit_one_cycle(3, .02)
-        return learn
-    return train(bs, [AccumulateStep(n_step)], n_step),train(bs*n_step, [], 1)
+def scaled(windows):
+    k = iter((4,1))
+    mp = lambda: OnCpu(init_scale=2.**10, growth_interval=3)
+    return pair(lambda: [mp(), Overflow(windows, next(k)), Updates()], n=96, fit=lambda l: l.fit_one_cycle(3, .02))
 
 @row('Precision', 'MixedPrecision: the loss scaler', 'everything, the scales and their updates',
      note='In float64, without autocast. The scale grows and shrinks with the steps. An overflow in one micro-batch '
@@ -44,31 +41,33 @@ def test_scaler(windows, works):
     assert a.accumulate_step.counts.n_thrown==32*len(windows)
     if not windows: assert a.updates.seen[-1][0]==2.**13, 'the scale has not grown'
 
-def half_pair(dtype, cls=OnCpu, **kwargs):
-    def train(bs, acc):
-        learn = make_learner(make_dls(76, bs), small_model().float(), cbs=[Float32(), *acc, cls(dtype, **kwargs)],
-                             opt_func=SGD)
-        learn.fit(3, .1)
-        return learn
-    return train(8, [AccumulateStep(4)]),train(32, [])
-
 class Float32(Callback):
     "Inputs in float32"
     order = -2
     def before_batch(self): self.learn.xb = tuple(o.float() if o.is_floating_point() else o for o in self.xb)
 
-@row('Precision', 'MixedPrecision, fp16', 'weights', HALF[torch.float16],
-     'With autocast and scaler of the CPU. Half precision rounds a large batch and micro-batches differently.')
-def test_fp16(works):
-    a,b = half_pair(torch.float16)
-    works.same(weights(a), weights(b))
-    assert a.mixed_precision.kept==b.mixed_precision.kept and len(a.mixed_precision.kept)==9
+class InDtype(Callback):
+    "Inputs in the dtype of the model, and the loss in float64"
+    def before_batch(self): self.learn.xb = tuple(o.to(next(self.model.parameters()).dtype) for o in self.xb)
+    def after_pred(self): self.learn.pred = self.pred.double()
 
-@row('Precision', 'MixedPrecision, bf16', 'weights', HALF[torch.bfloat16],
-     'With autocast of the CPU. Like fp16, with fewer digits and without a scaler.')
-def test_bf16(works):
-    a,b = half_pair(torch.bfloat16)
+def sgd(cbs, dtype=torch.float32, fit=lambda l: l.fit(3, .1)):
+    return pair(cbs, model=lambda: small_model().to(dtype), opt_func=SGD, fit=fit)
+
+def half(name, dtype, note, times=1): return row('Precision', name, 'weights', times*HALF[dtype], note)
+for_long = 'For long windows add `GradAccumDtype`.'
+@pytest.mark.parametrize('dtype,autocast', [
+    pytest.param(torch.float16, True, marks=half('MixedPrecision, fp16', torch.float16,
+        'With autocast and scaler of the CPU. Half precision rounds a large batch and micro-batches differently.')),
+    pytest.param(torch.bfloat16, True, marks=half('MixedPrecision, bf16', torch.bfloat16,
+        'With autocast of the CPU. Like fp16, with fewer digits and without a scaler.')),
+    pytest.param(torch.bfloat16, False, marks=half('a model in bfloat16', torch.bfloat16, for_long, 4)),
+    pytest.param(torch.float16, False, marks=half('a model in float16', torch.float16, for_long, 4))])
+def test_half_precision(dtype, autocast, works):
+    a,b = sgd(lambda: [Float32(), OnCpu(dtype)]) if autocast else sgd(InDtype, dtype)
     works.same(weights(a), weights(b))
+    if autocast and dtype is torch.float16:
+        assert a.mixed_precision.kept==b.mixed_precision.kept and len(a.mixed_precision.kept)==9
 
 class Cuda:
     "What `NonNativeMixedPrecision` asks of the loaders: to say that they are on a GPU"
@@ -87,13 +86,10 @@ non_native_row = row('Precision', 'NonNativeMixedPrecision', 'weights', HALF[tor
                      '`clip`.')
 
 def non_native(flat, clip, **kwargs):
-    def train(bs, acc):
-        cbs = [Float32(), *acc, ModelToHalf(), NonNative(flat_master=flat, clip=clip, **kwargs)]
-        learn = make_learner(make_dls(76, bs), small_model().float(), cbs=cbs, opt_func=SGD)
+    def fit(learn):
         learn.remove_cb(Spy)   # gradients of the masters and of the model differ in number where the masters are flat
         learn.fit(3, .1)
-        return learn
-    return train(8, [AccumulateStep(4)]),train(32, [])
+    return sgd(lambda: [Float32(), ModelToHalf(), NonNative(flat_master=flat, clip=clip, **kwargs)], fit=fit)
 
 @non_native_row
 @each(clip=[None, .1], flat=[False, True])
@@ -111,36 +107,11 @@ def test_non_native_dynamic(works):
     n,lost = a.accumulate_step.counts,24-int(math.log2(a.non_native_mixed_precision.loss_scale))
     assert lost>2 and n.n_steps==9-lost and n.n_thrown>=12*lost
 
-class InDtype(Callback):
-    "Inputs in the dtype of the model, and the loss in float64"
-    def before_batch(self): self.learn.xb = tuple(o.to(next(self.model.parameters()).dtype) for o in self.xb)
-    def after_pred(self): self.learn.pred = self.pred.double()
-
-def low(dtype):
-    def train(bs, acc):
-        learn = make_learner(make_dls(76, bs), small_model().to(dtype), cbs=[InDtype(), *acc], opt_func=SGD)
-        learn.fit(3, .1)
-        return learn
-    return train(8, [AccumulateStep(4)]),train(32, [])
-
-@row('Precision', 'a model in bfloat16', 'weights', 4*HALF[torch.bfloat16], 'For long windows add `GradAccumDtype`.')
-def test_bfloat16_model(works):
-    a,b = low(torch.bfloat16)
-    works.same(weights(a), weights(b))
-
-@row('Precision', 'a model in float16', 'weights', 4*HALF[torch.float16], 'For long windows add `GradAccumDtype`.')
-def test_float16_model(works):
-    a,b = low(torch.float16)
-    works.same(weights(a), weights(b))
-
 @row('Precision', 'GradAccumDtype with the loss scaler', 'everything', note='Our own, with `GradientClip`.')
 def test_grad_accum_dtype_and_scaler(works):
-    def train(bs, acc):
-        learn = make_learner(make_dls(76, bs),
-                             cbs=[*acc, OnCpu(init_scale=2.**10, growth_interval=3), GradientClip(.1)])
-        learn.fit_one_cycle(3, .02)
-        return learn
-    works(train(8, [AccumulateStep(4), GradAccumDtype()]), train(32, []))
+    sums = iter(([GradAccumDtype()],[]))
+    works(*pair(lambda: [*next(sums), OnCpu(init_scale=2.**10, growth_interval=3), GradientClip(.1)],
+                fit=lambda l: l.fit_one_cycle(3, .02)))
 
 @row('Precision', 'GradAccumDtype',
      "gradients of a window with the float64 mean of the same low-precision gradients, in units of the last place", 2,

@@ -22,7 +22,8 @@ def cell(text): return text.replace('|', '\\|').replace('`', "'")
 def test_pages_of_the_rows():
     "The committed pages are those of the committed figures"
     nbs = Path(__file__).resolve().parents[1]/'nbs'
-    cells = [c for o in ('works_with','tested') for c in json.loads((nbs/f'{o}.ipynb').read_text(encoding='utf-8'))['cells']]
+    pages = [json.loads((nbs/f'{o}.ipynb').read_text(encoding='utf-8')) for o in ('works_with','tested')]
+    cells = [c for page in pages for c in page['cells']]
     tables = [c for c in cells if c['cell_type']=='code' and 'table("' in ''.join(c['source'])]
     text = '\n'.join(''.join(o['data']['text/markdown']) for c in tables for o in c['outputs'])
     lines = [l for l in text.splitlines() if l.startswith('| ') and not l.startswith(('| ---','| With |'))]
