@@ -79,13 +79,6 @@ def pyramid():
     return m
 
 @kind(keeps, E, G)
-def append_and_pop():
-    def f(m, h):
-        m.kept.append(m.a(h))
-        return m.b(h.tanh())+m.kept.pop()
-    return Odd(f, a=norm(), b=norm(), kept=[])
-
-@kind(keeps, E, G)
 def hook_fills_a_dict():
     def f(m, h):
         y = m.b(m.a(h).tanh())
@@ -132,11 +125,6 @@ def if_requires_grad():
     return Odd(lambda m, h: m.b(again(m.inner, h) if h.requires_grad else m.inner(h)), inner=deep(), b=norm())
 
 @kind(asks, E, G)
-def reentrant():
-    def f(m, h): return m.b(checkpoint(m.inner, h, use_reentrant=True) if h.requires_grad else m.inner(h))
-    return Odd(f, inner=deep(), b=norm())
-
-@kind(asks, E, G)
 def something_else_without_gradient():
     return Odd(lambda m, h: again(m.inner, h) if h.requires_grad else h*5, inner=nn.Sequential(lin(), nn.Tanh()))
 
@@ -179,13 +167,6 @@ def rare_rows_of_two_views():
         return sum((two*(torch.rand(len(two), 1)>.05)).chunk(2))
     return Odd(f)
 
-@kind(views, E, G)
-def noise_for_views_between_norms():
-    def f(m, h):
-        hs = m.a(torch.cat([h,h.flip(1)]))
-        return m.b(sum((hs+torch.randn_like(hs)).chunk(2)))
-    return Odd(f, a=norm(), b=norm())
-
 state = 'a state a sample, which another batch size begins anew'
 
 @kind(state)
@@ -213,10 +194,6 @@ def random_of_python(): return Odd(lambda m, h: h*(1+m.g.random()), g=random.Ran
 @kind(rng, E, G)
 def rows_of_default_rng(): return Odd(lambda m, h: h+tensor(m.g.random((len(h),1))), g=np.random.default_rng(3))
 
-@kind(rng)
-def generator_in_an_object():
-    return Odd(lambda m, h: h*(1+m.o.g.random()), o=types.SimpleNamespace(g=np.random.default_rng(3)))
-
 moves = 'a part of the model moves in forward'
 
 def momentum_encoder(move):
@@ -241,9 +218,6 @@ def averaged_model():
         return m.q(h)*m.avg(h).detach()
     q = lin()
     return Odd(f, q=q, avg=torch.optim.swa_utils.AveragedModel(q))
-
-@kind(moves)
-def spectral_norm(): return nn.utils.parametrizations.spectral_norm(lin())
 
 weight = 'what a norm gets depends on the batch'
 
@@ -271,9 +245,6 @@ def in_part(fill):
 def normal_of_some_columns(): return in_part(lambda e: e[:,:24].normal_())
 
 @kind(part, E, G)
-def uniform_of_every_other_column(): return in_part(lambda e: e[:,::2].uniform_())
-
-@kind(part, E, G)
 def random_slopes(): return Odd(lambda m, h: F.rrelu(h, .1, .3, training=True))   # it fills in its noise itself
 
 backward = 'a backward pass that looks at the batch'
@@ -296,12 +267,6 @@ def function_of_autograd(): return Odd(lambda m, h: Centred.apply(h))
 
 @kind(backward)
 def hook_that_normalises(): return hooked(lambda g: g/g.norm())
-
-@kind(backward)
-def hook_of_a_parameter():
-    m = lin()
-    m.weight.register_hook(lambda g: g.clamp(-.01, .01))
-    return m
 
 hidden = 'modules in a plain list'
 
@@ -347,15 +312,6 @@ def kept_for_a_while(m, h):
 
 @kind(gone, E, G)
 def none_again(): return Odd(kept_for_a_while, a=norm(), b=norm(), tmp=None)
-
-@kind(gone, E, G)
-def depth_of_calls():
-    def f(m, h, depth=2):
-        m.depth += 1
-        y = m.bn(h)*m.depth if not depth else f(m, m.bn(h).tanh(), depth-1)
-        m.depth -= 1
-        return y
-    return Odd(f, bn=norm(), depth=0)
 
 # here the module ends the block, and PyTorch stops a second run as soon as it has what the backward pass needs
 
@@ -453,17 +409,8 @@ def views_side_by_side():
 def rare_dropout(): return Odd(lambda m, h: F.dropout(h, .02))
 
 @control(odd_draws, E, G)
-def attention():
-    a = nn.MultiheadAttention(4, 2, dropout=.3, batch_first=True)
-    return Odd(lambda m, h: m.a(*[h.view(-1,2,4)]*3)[0].flatten(1), a=a)
-
-@control(odd_draws, E, G)
 def dropout_between_norms():
     return Odd(lambda m, h: m.b(F.dropout(m.a(h).tanh(), .3)), a=norm(), b=norm())
-
-@control(odd_draws, E, G)
-def own_generator_of_torch():
-    return Odd(lambda m, h: h+torch.rand(len(h), 1, generator=m.g).to(h), g=torch.Generator().manual_seed(3))
 
 counting = 'counts or anneals'
 
@@ -499,9 +446,6 @@ def rows_that_are_kept():
 
 ordinary = 'ordinary'
 
-@control(ordinary, E, G)
-def norm_used_twice(): return Odd(lambda m, h: m.bn(m.bn(h).tanh()+h), bn=nn.BatchNorm1d(8, momentum=None))
-
 @control(ordinary)
 def reversed_gradient():
     class Reverse(torch.autograd.Function):
@@ -510,11 +454,6 @@ def reversed_gradient():
         @staticmethod
         def backward(ctx, g): return -.3*g
     return Odd(lambda m, h: Reverse.apply(h).tanh())
-
-@control(ordinary, E, G)
-def weights_dropped():
-    from fastai.text.models.awdlstm import WeightDropout
-    return Odd(lambda m, h: m.rnn(h[:,None])[0][:,0], rnn=WeightDropout(nn.LSTM(8, 8, batch_first=True), .5))
 
 @control(ordinary, loss=lambda p, y: F.cross_entropy(p['logits'], y)+p['extra'].square().mean(), whole=True)
 def dictionary(): return Full(Odd(lambda m, h: dict(logits=m.lin(h)[:,:3], extra=h), lin=lin()))

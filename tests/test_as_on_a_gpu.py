@@ -1,5 +1,4 @@
 "What PyTorch does in another way on a GPU, done on the CPU"
-from contextlib import suppress
 from harness import *
 from test_exact import X2,Y2,draws,same_slices
 from fastai_accum.exact.draws import Draw,batch_dims

@@ -1,6 +1,6 @@
 """What a release ships: a wheel and an sdist that install, complete metadata, a README that PyPI can show, an
 import that loads little, notebooks without noise, and benchmarks that run"""
-import inspect,json,os,re,shutil,subprocess,sys,tarfile,tomllib,zipfile
+import inspect,json,os,re,shutil,subprocess,sys,tarfile,zipfile
 from configparser import ConfigParser
 from email import message_from_string
 from pathlib import Path

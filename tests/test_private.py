@@ -5,11 +5,9 @@ from pathlib import Path
 import fastai_accum
 from harness import *
 from fastai_accum.private import (
-    AnyBatchNorm,SyncBatchNormFunction,TorchDispatchMode,attention,buffer_dict,
-    change_hidden,compiled_in_place,default_arguments,dispatch_modes,do_step,function_modes,
-    grad_hook_dicts,has_hidden,hook_dicts,in_vmap,is_compiled,may_share,mps_generator,multiply,
-    no_modes,own_backward,push_modes,train_metrics,tree_flatten,tree_map_all,tree_unflatten,
-    uncompiled,version,with_events)
+    SyncBatchNormFunction,TorchDispatchMode,attention,change_hidden,compiled_in_place,default_arguments,dispatch_modes,
+    function_modes,grad_hook_dicts,has_hidden,hook_dicts,in_vmap,is_compiled,mps_generator,no_modes,own_backward,
+    push_modes,train_metrics,uncompiled,with_events)
 from torch.overrides import TorchFunctionMode
 
 class Calls(TorchFunctionMode):

@@ -5,7 +5,6 @@ import matplotlib,pytest
 from collections import deque
 from contextlib import suppress
 from typing import NamedTuple
-from fastai.text.data import LMDataLoader
 from fastai.vision.gan import GANLearner,basic_critic,basic_generator
 from torchvision.ops import stochastic_depth
 from harness import *
@@ -359,14 +358,6 @@ def test_the_order_of_a_sampler(idxs):
     few(learn)
     learn.check_accumulation()
     assert idxs.tolist()==was
-
-def test_the_order_of_texts():
-    dl = LMDataLoader([torch.randint(20, (40,)) for _ in range(30)], bs=4, seq_len=5, shuffle=True)
-    was = list(dl.items.idxs)
-    lm = nn.Sequential(nn.Embedding(20,4), nn.Linear(4,20), nn.Flatten(0, 1))
-    learn = Learner(DataLoaders(dl, dl), lm, loss_func=lambda p, y: F.cross_entropy(p, y.flatten()))
-    few(learn.remove_cb(ProgressCallback))
-    assert list(dl.items.idxs)==was
 
 def test_a_scheduler_of_pytorch():
     class Scheduled(Callback):
