@@ -178,37 +178,6 @@ def test_checkpointing_ends(exc, event):
         learn.fit(1)
     same_bits(*odd, fit=run)
 
-class Fails(nn.Module):
-    "Raises in the forward or in the backward pass"
-    def __init__(self, where): super().__init__(); self.where,self.n = where,0
-    def forward(self, x):
-        if self.where=='forward': raise KeyboardInterrupt
-        self.n += 1
-        if self.where=='again' and self.n==2: raise KeyboardInterrupt
-        if self.where=='backward': x.register_hook(self._raise)
-        return x
-    def _raise(self, g): raise OSError
-
-@pytest.mark.parametrize('where', ['forward','backward','again'])
-def test_fails_inside(where, monkeypatch):
-    "An exception in a block, as it runs, as it goes backward, or as it runs again"
-    monkeypatch.setattr(GradientCheckpointing, 'prove', None)   # it would stop in the trial, before anything moves
-    def run(learn):
-        drop,learn.model.body[1].drop = learn.model.body[1].drop,nn.Sequential(learn.model.body[1].drop, Fails(where))
-        if where!='again':
-            with pytest.raises((OSError,KeyboardInterrupt)): learn.fit(1)
-        else:
-            with suppress(KeyboardInterrupt, RuntimeError): learn.fit(1)   # the plain run has none
-        assert is_returned(learn)
-        learn.model.body[1].drop = drop
-    ls = [get_learner(*odd) for _ in range(2)]
-    ls[1].gradient_checkpointing()
-    for l in ls: set_seed(1); run(l)
-    assert all(m.training for m in ls[1].model.modules())
-    if where=='again': return
-    sa,sb = ([o.detach().clone() for o in l.model.state_dict().values()] for l in ls)
-    assert all(map(torch.equal, sa, sb))
-
 def interrupt(cb): raise KeyboardInterrupt
 
 @drawn(6, event=['before_fit', *training_events, 'before_validate'], order=[-1000,0,1000])

@@ -330,20 +330,6 @@ def test_rows_that_a_model_keeps_are_joined(way):
     assert_same(b, a)
     close(b.reads.log, a.reads.log)
 
-# ---- a text classifier
-
-def words(n=20, t=12): return torch.randint(2, 30, (n,t), generator=torch.Generator().manual_seed(0))
-awd = dict(emb_sz=6, n_hid=8, n_layers=2, pad_token=1, bidir=False, hidden_p=.2, input_p=.3, embed_p=.1, weight_p=.3)
-
-def test_awd_lstm_classifier():
-    class Pred(Callback):
-        def after_pred(self): self.learn.pred = self.pred[0]
-    config = {**awd, 'output_p':.4}
-    def make():
-        torch.manual_seed(3)
-        return get_text_classifier(AWD_LSTM, 30, 3, seq_len=5, config=config, lin_ftrs=[7], ps=[.1])
-    same_slices(make, words(), Y, 3, cbs=[ModelResetter(),Pred()])
-
 # ---- beside other callbacks
 
 def bn_drop(): return flat(lambda h, bn, d: d(bn(h).tanh()), nn.BatchNorm1d(8), nn.Dropout(.3))

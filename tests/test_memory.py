@@ -363,18 +363,3 @@ def test_no_synchronisation_inside_a_window():
         learn.loss_func = lambda pred, y: F.cross_entropy(pred, y)   # a function of one's own counts samples
         try: learn.fit(1)
         finally: torch.cuda.set_sync_debug_mode('default')
-
-@needs_gpu
-@pytest.mark.parametrize('w', [None, [1.,10.,0.]])
-def test_windows_on_a_gpu(w):
-    """The promise on a CUDA device, where weights stay there: with a micro-batch whose targets are all ignored, or
-    all of a class of weight 0"""
-    y = classes(76); y[8:16] = -100 if w is None else 2
-    def train(bs, cb=None):
-        learn = make_learner(make_dls(76, bs, y=y, shuffle=False),
-                             loss_func=nn.CrossEntropyLoss(weight=w and torch.tensor(w).double()), cbs=cb)
-        learn.dls.to('cuda')
-        learn.fit_one_cycle(2)
-        learn.model.cpu()
-        return learn
-    assert_same(train(8, AccumulateStep(4)), train(32))

@@ -212,13 +212,6 @@ def test_fresh_environment(version, dist, tmp_path):
     out = sh(tmp_path/'env'/'bin'/'python', '-W', 'ignore', script, cwd=tmp_path, env=env)
     assert f'{tmp_path/"env"} 4 ' in out, out
 
-def test_readme_is_short():
-    "At most 550 words that a reader sees, without the addresses of links and the blocks of code"
-    unseen = r'<!--.*?-->|^```.*?^```|!?\[[^\]]*\]\([^)]*\.svg\)|!\[[^\]]*\]|\]?\([^)\s]*://[^)]*\)'
-    text = re.sub(unseen, ' ', (root/'README.md').read_text(encoding='utf-8'), flags=re.S|re.M)
-    n = sum(bool(re.search(r'\w', o)) for o in text.split())
-    assert n<=550, n
-
 def test_names_of_the_package(tmp_path):
     "A name of `all` can be imported from the package, which loads nothing before; any other is missing as usual"
     code = """import sys, fastai_accum
