@@ -237,6 +237,28 @@ def is_returned(learn):
     "Whether nothing that we lend is in the learner or in its model"
     return not any(isinstance(v, Lent) for o in (learn,*learn.model.modules()) for v in vars(o).values())
 
+def left(learn):
+    """All that a trial must leave as it was, by name: tensors with their graphs and hooks, gradients, attributes,
+    modes, the optimizer, the generators, and what is global"""
+    def of(t):
+        hooks = t._backward_hooks
+        return id(t),t.detach().clone(),t.grad_fn,t.requires_grad,id(hooks),len(hooks or ())
+    ms,ps,rec = list(learn.model.modules()),list(learn.model.parameters()),getattr(learn, 'recorder', None)
+    objects = [o for o in (learn, *learn.cbs, learn.loss_func, *ms) if hasattr(o, '__dict__')]
+    return dict(
+        tensors = list(map(of, [*ps, *learn.model.buffers()])), modes=[m.training for m in ms],
+        grads = [None if p.grad is None else (id(p.grad), p.grad.clone()) for p in ps],
+        hooks = [len(v) for m in ms for k,v in vars(m).items() if 'hooks' in k and isinstance(v, dict)],
+        attributes = [(id(o), {k:id(v) for k,v in vars(o).items()}) for o in objects],
+        opt = learn.opt and (deepcopy(learn.opt.state_dict()), [dict(h) for h in learn.opt.hypers]),
+        losses = list(getattr(rec, 'losses', [])), loader = getattr(learn.dls.loaders[0], 'rng', random).getstate(),
+        drawn = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()),
+        globals = (torch.get_default_dtype(), torch.is_grad_enabled(), dict(vars(defaults))))
+
+def assert_left(was, learn):
+    now = left(learn)
+    for k in was: assert identical(was[k], now[k]), f'{k}: {was[k]} is now {now[k]}'
+
 def close(a, b, tol=TOL):
     "Whether `a` is `b` up to `tol`, however they are nested"
     err,where = rel(a, b)

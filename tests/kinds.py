@@ -4,21 +4,20 @@ that they must get right.
 A kind is a model with one odd habit. `verdict` trains it as users do, with the large batch and in the given way, and
 says what happened: `exact`, `refused` (a `ValueError` before anything has moved), `silent` (it trained, and something
 differs) or `raw` (any other error). A kind may be exact or refused; a control must be exact."""
-import itertools,types
+import types
 import pytest
-from collections import deque
 from functools import partial
 from fastai.callback.hook import Hook,Hooks,hook_output,hook_outputs
 from torch.func import functional_call
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint,checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 from harness import *
 from fastai_accum.all import *
 
 tol = 1e-10   # three steps through batch norms amplify the rounding of float64 (2e-16)
 n,bs,small = 27,10,4   # batches of 10, 10 and 7, in slices of 4, 4 and 2, and of 4 and 3
 E,C,G = 'exact','coupled','checkpointing'
-kinds,controls = {},{}
+kinds,controls = {},{}   # in each row, what was silently wrong first, or refused though it is right, comes first
 
 class Kind:
     """A model with one odd habit, the row that it belongs to, and the ways in which it is tried; `limit` are those in
@@ -70,9 +69,6 @@ class Full(nn.Module):
 def norm(): return nn.BatchNorm1d(8)
 def lin(): return nn.Linear(8,8)
 def deep(): return nn.Sequential(lin(), norm(), nn.Tanh(), lin(), norm())
-def draw(h, *size): return torch.rand(size).to(h)
-
-# ---- it keeps something between two norms
 
 keeps = 'keeps something between two norms'
 
@@ -83,13 +79,6 @@ def pyramid():
     return m
 
 @kind(keeps, E, G)
-def append_and_pop():
-    def f(m, h):
-        m.kept.append(m.a(h))
-        return m.b(h.tanh())+m.kept.pop()
-    return Odd(f, a=norm(), b=norm(), kept=[])
-
-@kind(keeps, E, G)
 def hook_fills_a_dict():
     def f(m, h):
         y = m.b(m.a(h).tanh())
@@ -97,38 +86,6 @@ def hook_fills_a_dict():
     m = Odd(f, a=norm(), b=norm(), kept={})
     m.a.register_forward_hook(lambda mod, inp, out: m.kept.update(a=out))
     return m
-
-@kind(keeps, E, G)
-def attribute_of_another_module():
-    def keep(m, h): m.last = m.bn(h); return m.last
-    return Odd(lambda m, h: m.b(m.a(h).tanh())+m.a.last, a=Odd(keep, bn=norm()), b=norm())
-
-@kind(keeps, E, G, limit=(E,))   # a copy of the model has the same class
-def attribute_of_a_class():
-    class Bus: pass
-    def f(m, h):
-        Bus.last = m.a(h)
-        return m.b(h.tanh())+Bus.last
-    return Odd(f, a=norm(), b=norm(), bus=Bus)
-
-@kind(keeps, E, G)
-def list_of_a_closure():
-    kept = []
-    def f(m, h):
-        kept.append(m.a(h))
-        y = m.b(h.tanh())+kept[-1]
-        kept.clear()
-        return y
-    return Odd(f, a=norm(), b=norm())
-
-@kind(keeps, E, G)
-def queue_of_an_object():
-    def f(m, h):
-        m.bus.q.append(m.a(h))
-        return m.b(h.tanh())+m.bus.q.popleft()
-    return Odd(f, a=norm(), b=norm(), bus=types.SimpleNamespace(q=deque()))
-
-# ---- it swaps something, and puts it back
 
 swaps = 'swaps something and puts it back'
 
@@ -159,47 +116,6 @@ def eval_and_back():
         return m.inner(h)*target
     return Odd(f, inner=deep())
 
-@kind(swaps, E, G)
-def momentum_and_back():
-    def f(m, h):
-        m.b.momentum = .7
-        y = m.b(m.a(h).tanh())
-        m.b.momentum = .1
-        return y+m.b(h)
-    return Odd(f, a=norm(), b=norm())
-
-@kind(swaps, E, G)
-def requires_grad_and_back():
-    def f(m, h):
-        m.lin.requires_grad_(False)
-        y = m.lin(m.b(m.lin(m.a(h)).tanh()))
-        m.lin.requires_grad_(True)
-        return y+m.lin(h)
-    return Odd(f, a=norm(), b=norm(), lin=lin())
-
-@kind(swaps, E, G)
-def function_and_back():
-    use = types.SimpleNamespace(act=torch.tanh)
-    def f(m, h):
-        use.act,was = F.softplus,use.act
-        y = m.b(use.act(m.a(h)))
-        use.act = was
-        return y+use.act(h)
-    return Odd(f, a=norm(), b=norm())
-
-@kind(swaps, E, C, G)
-def load_state_and_back():
-    def f(m, h):
-        was = {k:v.clone() for k,v in m.inner.state_dict().items()}
-        with torch.no_grad():
-            m.inner.load_state_dict({k:v*.5 for k,v in was.items()})
-            target = m.inner(h)
-            m.inner.load_state_dict(was)
-        return m.inner(h)*target
-    return Odd(f, inner=nn.Sequential(lin(), nn.Tanh(), lin()))
-
-# ---- it checkpoints only where a gradient is needed
-
 asks = 'checkpoints where a gradient is needed'
 
 def again(f, h): return checkpoint(f, h, use_reentrant=False)
@@ -209,30 +125,8 @@ def if_requires_grad():
     return Odd(lambda m, h: m.b(again(m.inner, h) if h.requires_grad else m.inner(h)), inner=deep(), b=norm())
 
 @kind(asks, E, G)
-def if_grad_is_enabled():
-    def f(m, h): return m.b(again(m.inner, h) if torch.is_grad_enabled() else m.inner(h))
-    return Odd(f, inner=deep(), b=norm())
-
-@kind(asks, E, G)
 def something_else_without_gradient():
     return Odd(lambda m, h: again(m.inner, h) if h.requires_grad else h*5, inner=nn.Sequential(lin(), nn.Tanh()))
-
-@kind(asks, E, G)
-def reentrant():
-    def f(m, h): return m.b(checkpoint(m.inner, h, use_reentrant=True) if h.requires_grad else m.inner(h))
-    return Odd(f, inner=deep(), b=norm())
-
-@kind(asks, E, G)
-def in_segments():
-    def f(m, h): return checkpoint_sequential(m.inner, 2, h, use_reentrant=False) if h.requires_grad else m.inner(h)
-    return Odd(f, inner=deep())
-
-@kind(asks, E, G)
-def with_dropout():
-    def f(m, h): return again(m.inner, h) if h.requires_grad else m.inner(h)
-    return Odd(f, inner=nn.Sequential(lin(), nn.Dropout(.3), lin()))
-
-# ---- it counts, anneals or draws by itself, and keeps what a callback reads
 
 counts = 'counts, anneals, or keeps what a callback reads'
 
@@ -242,42 +136,9 @@ def mean_that_is_kept():
     return Odd(f, mean=None)
 
 @kind(counts)
-def counter_in_a_dict():
-    def f(m, h): m.d['n'] += 1; return h*m.d['n']
-    return Odd(f, d=dict(n=0))
-
-@kind(counts)
 def counter_in_an_object():
     def f(m, h): m.o.n += 1; return h*m.o.n
     return Odd(f, o=types.SimpleNamespace(n=0))
-
-@kind(counts)
-def counter_in_a_closure():
-    k = 0
-    def f(m, h):
-        nonlocal k
-        k += 1
-        return h*k
-    return Odd(f)
-
-@kind(counts, limit=(E,C,G))
-def counter_of_a_class():
-    class Counts(Odd): k = 0
-    def f(m, h): type(m).k += 1; return h*type(m).k
-    return Counts(f)
-
-@kind(counts)
-def iterator(): return Odd(lambda m, h: h*(1+next(m.it)), it=itertools.count())
-
-@kind(counts)
-def every_other_time():
-    def f(m, h): m.odd = not m.odd; return h.tanh() if m.odd else h
-    return Odd(f, odd=False)
-
-@kind(counts)
-def history():
-    def f(m, h): m.seen.append(h.detach().norm().item()); return h/(1+len(m.seen))
-    return Odd(f, seen=[])
 
 @kind(counts)
 def average_inside_a_buffer():
@@ -288,7 +149,11 @@ def average_inside_a_buffer():
     m.register_buffer('avg', torch.zeros(8))
     return m
 
-# ---- rare draws over two views
+@kind(counts, limit=(E,C,G))
+def counter_of_a_class():
+    class Counts(Odd): k = 0
+    def f(m, h): type(m).k += 1; return h*type(m).k
+    return Counts(f)
 
 views = 'rare draws over several views'
 
@@ -299,36 +164,8 @@ def dropout_of_two_views(): return Odd(lambda m, h: sum(F.dropout(torch.cat([h,h
 def rare_rows_of_two_views():
     def f(m, h):
         two = torch.cat([h,h.flip(1)])
-        return sum((two*(draw(h, len(two), 1)>.05)).chunk(2))
+        return sum((two*(torch.rand(len(two), 1)>.05)).chunk(2))
     return Odd(f)
-
-@kind(views, E, G)
-def three_views():
-    def f(m, h):
-        hs = torch.cat([h,2*h,h.tanh()])
-        return sum((hs*hs.new_empty(len(hs),1).bernoulli_(.95)).chunk(3))
-    return Odd(f)
-
-@kind(views, E, G)
-def one_row_more():
-    token = nn.Parameter(torch.ones(1,8))
-    return Odd(lambda m, h: F.dropout(torch.cat([m.token,h]), .05)[1:], token=token)
-
-@kind(views, E, G)
-def noise_for_views_between_norms():
-    def f(m, h):
-        hs = m.a(torch.cat([h,h.flip(1)]))
-        return m.b(sum((hs+torch.randn_like(hs)).chunk(2)))
-    return Odd(f, a=norm(), b=norm())
-
-@kind(views, E, G)
-def mask_of_one_view_for_another():
-    def f(m, h):
-        mask = (draw(h, 2*len(h), 1)>.05).to(h)
-        return h*mask[:len(h)]+h.tanh()*mask[len(h):].flip(0)
-    return Odd(f)
-
-# ---- a state for each sample, that begins anew when the batch has another size
 
 state = 'a state a sample, which another batch size begins anew'
 
@@ -341,34 +178,6 @@ def state_of_rows():
         return y
     return Odd(f, h=None)
 
-@kind(state)
-def state_by_size():
-    def f(m, h):
-        y = (.5*m.d.get(len(h), 1.)+h).tanh()
-        m.d[len(h)] = y.detach()
-        return y
-    return Odd(f, d={})
-
-@kind(state)
-def state_of_an_lstm():
-    def f(m, h):
-        if m.hc is not None and m.hc[0].shape[1]!=len(h): m.hc = None
-        y,hc = m.rnn(h[:,None], m.hc)
-        m.hc = tuple(o.detach() for o in hc)
-        return y[:,0]
-    return Odd(f, hc=None, rnn=nn.LSTM(8, 8, batch_first=True))
-
-@kind(state)
-def state_in_a_buffer():
-    def f(m, h):
-        if len(m.h)!=len(h): m.h = torch.zeros_like(h)
-        y = (.5*m.h+h).tanh()
-        m.h = y.detach()
-        return y
-    m = Odd(f)
-    m.register_buffer('h', torch.zeros(0,8))
-    return m
-
 @kind(state, E, G)
 def state_between_norms():
     def f(m, h):
@@ -377,8 +186,6 @@ def state_between_norms():
         return m.b(y.tanh())
     return Odd(f, h=None, a=norm(), b=norm())
 
-# ---- generators of Python and NumPy that the model holds
-
 rng = 'holds a generator of Python or NumPy'
 
 @kind(rng)
@@ -386,29 +193,6 @@ def random_of_python(): return Odd(lambda m, h: h*(1+m.g.random()), g=random.Ran
 
 @kind(rng, E, G)
 def rows_of_default_rng(): return Odd(lambda m, h: h+tensor(m.g.random((len(h),1))), g=np.random.default_rng(3))
-
-@kind(rng, E, G)
-def rows_of_random_state(): return Odd(lambda m, h: h+tensor(m.g.rand(len(h), 1)), g=np.random.RandomState(3))
-
-@kind(rng)
-def generators_in_a_dict():
-    return Odd(lambda m, h: h*(1+m.gs['a'].random()+m.gs['b'].random()),
-               gs=dict(a=random.Random(3), b=np.random.default_rng(3)))
-
-@kind(rng)
-def generator_in_an_object():
-    return Odd(lambda m, h: h*(1+m.o.g.random()), o=types.SimpleNamespace(g=np.random.default_rng(3)))
-
-@kind(rng)
-def generator_in_a_closure():
-    g = random.Random(3)
-    return Odd(lambda m, h: h*(1+g.random()))
-
-@kind(rng, E, G)
-def generator_between_norms():
-    return Odd(lambda m, h: m.b(m.a(h)*(1+m.g.random())), a=norm(), b=norm(), g=random.Random(3))
-
-# ---- an encoder that moves in forward
 
 moves = 'a part of the model moves in forward'
 
@@ -428,27 +212,12 @@ def data_of_an_encoder():
     return momentum_encoder(move)
 
 @kind(moves)
-def encoder_in_place():
-    def move(m):
-        for p,q in zip(m.k.parameters(), m.q.parameters()): p.lerp_(q, .1)
-    return momentum_encoder(move)
-
-@kind(moves)
-def encoder_by_foreach():
-    return momentum_encoder(lambda m: torch._foreach_lerp_(list(m.k.parameters()), list(m.q.parameters()), .1))
-
-@kind(moves)
 def averaged_model():
     def f(m, h):
         m.avg.update_parameters(m.q)
         return m.q(h)*m.avg(h).detach()
     q = lin()
     return Odd(f, q=q, avg=torch.optim.swa_utils.AveragedModel(q))
-
-@kind(moves)
-def spectral_norm(): return nn.utils.parametrizations.spectral_norm(lin())
-
-# ---- what a norm gets depends on the batch
 
 weight = 'what a norm gets depends on the batch'
 
@@ -460,20 +229,8 @@ def batch_norm(f):
 def weight_from_the_mean(): return batch_norm(lambda m, h: dict(weight=1+h.mean(0)))
 
 @kind(weight, E, G)
-def bias_from_the_largest(): return batch_norm(lambda m, h: dict(bias=h.amax(0)))
-
-@kind(weight, E, G)
 def momentum_from_the_size():
     return batch_norm(lambda m, h: dict(running_mean=m.mean, running_var=m.var, momentum=1/len(h)))
-
-@kind(weight, E, G)
-def eps_from_the_size(): return batch_norm(lambda m, h: dict(eps=1/len(h)))
-
-@kind(weight, E, G)
-def weight_from_another_norm():
-    return Odd(lambda m, h: F.batch_norm(h, None, None, m.a(h).relu().mean(0), None, True), a=norm())
-
-# ---- draws on a part of a tensor
 
 part = 'draws into a part of a tensor, or in an unusual operation'
 
@@ -488,24 +245,7 @@ def in_part(fill):
 def normal_of_some_columns(): return in_part(lambda e: e[:,:24].normal_())
 
 @kind(part, E, G)
-def uniform_of_every_other_column(): return in_part(lambda e: e[:,::2].uniform_())
-
-@kind(part, E, G)
-def normal_of_the_transpose(): return in_part(lambda e: e.t()[:20].normal_())
-
-@kind(part, E, G)
-def bernoulli_of_a_part_in_3d(): return in_part(lambda e: e.view(-1,5,8)[...,:3].bernoulli_(.5))
-
-@kind(part, E, G)
-def normal_into_a_part(): return in_part(lambda e: e[:,4:28].copy_(torch.randn(24, len(e)).t().to(e)))
-
-@kind(part, E, G)
-def exponential_of_a_permuted_tensor(): return in_part(lambda e: e.view(-1,5,8).permute(2,0,1)[:3].exponential_())
-
-@kind(part, E, G)
 def random_slopes(): return Odd(lambda m, h: F.rrelu(h, .1, .3, training=True))   # it fills in its noise itself
-
-# ---- a backward pass that looks at the batch
 
 backward = 'a backward pass that looks at the batch'
 
@@ -528,30 +268,6 @@ def function_of_autograd(): return Odd(lambda m, h: Centred.apply(h))
 @kind(backward)
 def hook_that_normalises(): return hooked(lambda g: g/g.norm())
 
-@kind(backward)
-def hook_that_counts_samples(): return hooked(lambda g: g*len(g))
-
-@kind(backward)
-def hook_that_clips_each_sample(): return hooked(lambda g: g/g.norm(dim=1, keepdim=True).clamp(min=1e-4)*1e-4)
-
-@kind(backward)
-def backward_hook_of_a_module():
-    m = lin()
-    m.register_full_backward_hook(lambda m, gi, go: (gi[0]-gi[0].mean(0),))
-    return m
-
-@kind(backward)
-def hook_of_a_parameter():
-    m = lin()
-    m.weight.register_hook(lambda g: g.clamp(-.01, .01))
-    return m
-
-@kind(backward, E, G)
-def hook_between_norms():
-    return Odd(lambda m, h: m.b(Centred.apply(m.a(h).tanh())), a=norm(), b=norm())
-
-# ---- modules where PyTorch does not see them
-
 hidden = 'modules in a plain list'
 
 def aside(): return nn.BatchNorm1d(8).double()
@@ -564,20 +280,9 @@ def modules_in_a_list():
     return Odd(f, ls=[aside(),aside()])
 
 @kind(hidden, E, G)
-def modules_in_a_dict(): return Odd(lambda m, h: m.d['a'](h).tanh(), d=dict(a=aside()))
-
-@kind(hidden, E, G)
 def module_in_a_closure():
     bn = aside()
     return Odd(lambda m, h: bn(h).tanh())
-
-@kind(hidden, E, G)
-def module_in_an_object(): return Odd(lambda m, h: m.o.bn(h).tanh(), o=types.SimpleNamespace(bn=aside()))
-
-@kind(hidden, E, G)
-def module_in_a_partial(): return Odd(lambda m, h: m.p(h), p=partial(lambda bn, h: bn(h).tanh(), aside()))
-
-# ---- logits of all pairs
 
 pairs = 'logits of all pairs'
 def each_its_own(pred, y): return F.cross_entropy(pred, torch.arange(len(pred)))
@@ -585,22 +290,9 @@ def each_its_own(pred, y): return F.cross_entropy(pred, torch.arange(len(pred)))
 @kind(pairs, loss=each_its_own, whole=True)
 def similarities(): return Full(Odd(lambda m, h: h@m.lin(h).t(), lin=lin()))
 
-@kind(pairs, loss=each_its_own, whole=True)
-def distances(): return Full(Odd(lambda m, h: -torch.cdist(h, m.lin(h)), lin=lin()))
-
-@kind(pairs, loss=lambda p, y: each_its_own(p[1], y)+p[0].square().mean(), whole=True)
-def features_and_similarities(): return Full(Odd(lambda m, h: (h, h@m.lin(h).t()), lin=lin()))
-
-@kind(pairs, loss=each_its_own, whole=True)
-def similarities_of_two_views():
-    def f(m, h): hs = torch.cat([h,m.lin(h)]); return hs@hs.t()
-    return Full(Odd(f, lin=lin()))
-
 @kind(pairs, loss=lambda p, y: F.softplus(p).mean(), whole=True)
 def each_pair_once():
     return Full(Odd(lambda m, h: (h@m.lin(h).t())[torch.triu(torch.ones(len(h), len(h)), 1).bool()], lin=lin()))
-
-# ---- indices drawn over the batch
 
 picks = 'indices drawn over the batch'
 
@@ -608,22 +300,7 @@ picks = 'indices drawn over the batch'
 def random_partners(): return Odd(lambda m, h: h+.5*h[torch.randint(len(h), (len(h),))])
 
 @kind(picks, E, G)
-def random_order(): return Odd(lambda m, h: .7*h+.3*h[torch.randperm(len(h))])
-
-@kind(picks, E, G)
 def order_of_numpy(): return Odd(lambda m, h: .7*h+.3*h[np.random.permutation(len(h))])
-
-@kind(picks, E, G)
-def one_anchor(): return Odd(lambda m, h: h-h[random.randrange(len(h))])
-
-@kind(picks, E, G)
-def partners_by_weight(): return Odd(lambda m, h: h+h[torch.multinomial(h.detach().softmax(0)[:,0], len(h), True)])
-
-@kind(picks, E, G)
-def random_order_between_norms():
-    return Odd(lambda m, h: m.b(m.a(h)+m.a(h)[torch.randperm(len(h))]), a=norm(), b=norm())
-
-# ---- attributes that are gone at the end
 
 gone = 'an attribute that is gone at the end'
 
@@ -636,53 +313,16 @@ def kept_for_a_while(m, h):
 @kind(gone, E, G)
 def none_again(): return Odd(kept_for_a_while, a=norm(), b=norm(), tmp=None)
 
-@kind(gone)
-def none_again_without_norms(): return Odd(kept_for_a_while, a=lin(), b=lin(), tmp=None)
-
-@kind(gone, E, G)
-def deleted():
-    def f(m, h):
-        m.tmp = m.a(h)
-        y = m.b(h.tanh())+m.tmp
-        del m.tmp
-        return y
-    return Odd(f, a=norm(), b=norm())
-
-@kind(gone, E, G)
-def cleared():
-    def f(m, h):
-        m.d['a'] = m.a(h)
-        y = m.b(h.tanh())+m.d['a']
-        m.d.clear()
-        return y
-    return Odd(f, a=norm(), b=norm(), d={})
-
-@kind(gone, E, G)
-def depth_of_calls():
-    def f(m, h, depth=2):
-        m.depth += 1
-        y = m.bn(h)*m.depth if not depth else f(m, m.bn(h).tanh(), depth-1)
-        m.depth -= 1
-        return y
-    return Odd(f, bn=norm(), depth=0)
-
 # here the module ends the block, and PyTorch stops a second run as soon as it has what the backward pass needs
 
 @kind(gone, G, whole=True)
-def none_again_in_the_last_module():
-    def f(m, h):
-        m.tmp = m.lin(h)
-        y = m.tmp.tanh()
-        m.tmp = None
-        return y
-    return Full(Odd(f, lin=nn.Linear(8,3), tmp=None))
-
-@kind(gone, G, whole=True)
 def append_and_pop_in_the_last_module():
-    def f(m, h): m.kept.append(m.lin(h)); y = m.kept[-1].tanh(); m.kept.pop(); return y
+    def f(m, h):
+        m.kept.append(m.lin(h))
+        y = m.kept[-1].tanh()
+        m.kept.pop()
+        return y
     return Full(Odd(f, lin=nn.Linear(8,3), kept=[]))
-
-# ---- language models of transformers that return their cache
 
 cache = 'returns its cache (use_cache=True)'
 tokens = lambda: (torch.randint(5, 50, (27,7), generator=torch.Generator().manual_seed(0)), classes(n, 50))
@@ -690,53 +330,32 @@ class Logits(Callback):
     "Takes the logits of the last token, as users do"
     def after_pred(self): self.learn.pred = self.pred['logits'][:,-1].double()
 
-def of_transformers(kind, config, **kwargs):
-    tf = pytest.importorskip('transformers', reason='tests a model of transformers, which is not installed')
-    ids = dict(vocab_size=50, bos_token_id=0, eos_token_id=1, pad_token_id=2)
-    return getattr(tf, kind)(getattr(tf, config)(**ids, **kwargs))
-tiny = dict(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
-
 class Cached(nn.Module):
     "A language model that returns what its blocks have put into a cache"
-    def __init__(self, new, put, out):
+    def __init__(self):
         super().__init__()
-        self.emb,self.blocks,self.head = nn.Embedding(50,8),nn.ModuleList(Puts(put) for _ in range(2)),nn.Linear(8,50)
-        self.new,self.out = new,out
+        self.emb,self.blocks,self.head = nn.Embedding(50,8),nn.ModuleList(Puts() for _ in range(2)),nn.Linear(8,50)
     def forward(self, x):
-        h,cache = self.emb(x),self.new()
+        h,cache = self.emb(x),types.SimpleNamespace(hs=[])
         for b in self.blocks: h = b(h, cache)
-        return dict(logits=self.head(h), past_key_values=self.out(cache))
+        return dict(logits=self.head(h), past_key_values=cache)
 
 class Puts(nn.Module):
-    def __init__(self, put): super().__init__(); self.a,self.b,self.put = lin(),lin(),put
+    def __init__(self):
+        super().__init__()
+        self.a,self.b = lin(),lin()
     def forward(self, h, cache):
-        cached = self.put(cache, self.a(h))
-        return (h+self.b(cached).sum(0)).tanh()
+        cache.hs.append(self.a(h))
+        return (h+self.b(torch.stack(cache.hs)).sum(0)).tanh()
 
 @kind(cache, cbs=Logits, data=tokens, whole=True, says='use_cache')
 def gpt2():
-    drops = dict(embd_pdrop=0., attn_pdrop=0., resid_pdrop=0.)
-    return of_transformers('GPT2LMHeadModel', 'GPT2Config', n_layer=2, n_embd=8, n_head=2, n_positions=16, **drops)
-
-@kind(cache, cbs=Logits, data=tokens, whole=True, says='use_cache')
-def llama(): return of_transformers('LlamaForCausalLM', 'LlamaConfig', **tiny)
+    tf = pytest.importorskip('transformers', reason='tests a model of transformers, which is not installed')
+    config = dict(n_layer=2, n_embd=8, n_head=2, n_positions=16, embd_pdrop=0., attn_pdrop=0., resid_pdrop=0.)
+    return tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=50, bos_token_id=0, eos_token_id=1, **config))
 
 @kind(cache, cbs=Logits, data=tokens, whole=True)
-def cache_in_an_object():
-    def put(cache, h): cache.hs.append(h); return torch.stack(cache.hs)
-    return Cached(lambda: types.SimpleNamespace(hs=[]), put, noop)
-
-@kind(cache, cbs=Logits, data=tokens, whole=True)
-def cache_in_a_list():
-    def put(cache, h): cache.append(h); return torch.stack(cache)
-    return Cached(list, put, noop)
-
-@kind(cache, cbs=Logits, data=tokens, whole=True)
-def cache_of_detached_rows():
-    def put(cache, h): cache['h'] = h.detach()+cache.get('h', 0); return torch.stack([cache['h'],h])
-    return Cached(dict, put, lambda c: str(len(c['h'])))
-
-# ---- draws that depend on an earlier draw
+def cache_in_an_object(): return Cached()
 
 layerdrop = 'draws that depend on an earlier draw (LayerDrop)'
 
@@ -751,30 +370,7 @@ def dropped(skips):
 def layerdrop_by_torch(): return dropped(lambda h: torch.rand(())<.5)
 
 @kind(layerdrop, E, G)
-def layerdrop_by_python(): return dropped(lambda h: random.random()<.5)
-
-@kind(layerdrop, E, G)
-def layerdrop_by_numpy(): return dropped(lambda h: np.random.uniform(0,1)<.5)
-
-@kind(layerdrop, E, G)
 def dropout_where_features_are_large(): return dropped(lambda h: h.detach().mean()<0)
-
-@kind(layerdrop, E, G)
-def so_many_rounds():
-    def f(m, h):
-        for _ in range(int(torch.randint(1, 4, ()))): h = F.dropout(m.lin(h).tanh(), .3)
-        return h
-    return Odd(f, lin=lin())
-
-@kind(layerdrop, E, G)
-def layerdrop_with_norms():
-    def f(m, h):
-        for bn in m.bns:
-            if torch.rand(())>.3: h = F.dropout(bn(h).tanh(), .3)
-        return h
-    return Odd(f, bns=nn.ModuleList(norm() for _ in range(3)))
-
-# ---- what is switched in the middle of an epoch
 
 later = 'is switched in the middle of an epoch'
 
@@ -788,21 +384,13 @@ def centred(on):
     "Looks at the batch from some time on"
     return Odd(lambda m, h: h-h.mean(0) if on(m) else h, n=0, on=False, o=types.SimpleNamespace(n=0))
 
+@kind(later, cbs=lambda: Switch(lambda m: setattr(m.o, 'n', 3)))
+def by_a_flag_of_an_object(): return centred(lambda m: m.o.n>2)
+
 @kind(later)
 def by_an_int():
     def on(m): m.n += 1; return m.n>2
     return centred(on)
-
-@kind(later)
-def by_an_object():
-    def on(m): m.o.n += 1; return m.o.n>2
-    return centred(on)
-
-@kind(later, cbs=lambda: Switch(lambda m: setattr(m, 'on', True)))
-def by_a_flag(): return centred(lambda m: m.on)
-
-@kind(later, cbs=lambda: Switch(lambda m: setattr(m.o, 'n', 3)))
-def by_a_flag_of_an_object(): return centred(lambda m: m.o.n>2)
 
 @kind(later, E, G, cbs=lambda: Switch(lambda m: m.drop.train()))
 def dropout_that_begins_later():
@@ -810,67 +398,31 @@ def dropout_that_begins_later():
     m.train = lambda mode=True: (nn.Module.train(m, mode), m.drop.eval())[0]
     return m
 
-@kind(later, E, G, cbs=lambda: Switch(lambda m: m.bn.eval()))
-def norm_that_stops_later(): return Odd(lambda m, h: m.bn(h).tanh(), bn=norm())
-
-# ---- controls: they are right, and must not be refused
-
 odd_draws = 'draws in an odd way, and right'
 
-def of_rows(f): return lambda m, h: f(h)
-for name,f in dict(
-    dropout          = lambda h: F.dropout(h, .3),
-    rare_dropout     = lambda h: F.dropout(h, .02),
-    scalar_draw      = lambda h: h*(1+draw(h, 1)),
-    scalar_of_python = lambda h: h*(1+random.random()),
-    scalar_of_numpy  = lambda h: h*(1+np.random.rand()),
-    feature_mask     = lambda h: h*(draw(h, 8)>.3),
-    rand_like        = lambda h: h+torch.rand_like(h),
-    reparameterise   = lambda h: h+h.sigmoid()*torch.randn_like(h),
-    normal_of_tensors = lambda h: h+torch.normal(h.detach(), h.detach().exp()),
-    bernoulli_of_a_tensor = lambda h: h*torch.bernoulli(h.detach().sigmoid()),
-    gumbel           = lambda h: F.gumbel_softmax(h),
-    depth_of_rows    = lambda h: h*h.new_empty(len(h),1).bernoulli_(.6)/.6,
-    integers         = lambda h: h*torch.randint(0, 3, h.shape),
-    columns_first    = lambda h: h+torch.rand(8, len(h)).t().to(h),
-    heads            = lambda h: F.dropout(h.view(-1,4,2).flatten(0,1), .3).view(-1,8),
-    views_side_by_side = lambda h: F.dropout(torch.stack([h,h.flip(1)], 1).flatten(0,1), .1).view(-1,2,8).sum(1),
-    views_on_top     = lambda h: F.dropout(torch.stack([h,h.flip(1)]), .1).sum(0),
-    alpha            = lambda h: F.alpha_dropout(h, .3, training=True),
-).items():
-    def make(f=f): return Odd(of_rows(f))
-    make.__name__ = name
-    control(odd_draws, E, G)(make)
+@control(odd_draws, E, G)
+def views_side_by_side():
+    def f(m, h): return F.dropout(torch.stack([h,h.flip(1)], 1).flatten(0,1), .1).view(-1,2,8).sum(1)
+    return Odd(f)
 
 @control(odd_draws, E, G)
-def attention():
-    a = nn.MultiheadAttention(4, 2, dropout=.3, batch_first=True)
-    return Odd(lambda m, h: m.a(*[h.view(-1,2,4)]*3)[0].flatten(1), a=a)
-
-@control(odd_draws, E, G)
-def encoder_layer():
-    l = nn.TransformerEncoderLayer(4, 2, 8, dropout=.3, batch_first=True)
-    return Odd(lambda m, h: m.l(h.view(-1,2,4)).flatten(1), l=l)
+def rare_dropout(): return Odd(lambda m, h: F.dropout(h, .02))
 
 @control(odd_draws, E, G)
 def dropout_between_norms():
     return Odd(lambda m, h: m.b(F.dropout(m.a(h).tanh(), .3)), a=norm(), b=norm())
 
-@control(odd_draws, E, G)
-def own_generator_of_torch():
-    return Odd(lambda m, h: h+torch.rand(len(h), 1, generator=m.g).to(h), g=torch.Generator().manual_seed(3))
-
 counting = 'counts or anneals'
-
-@control(counting)
-def counter():
-    def f(m, h): m.n += 1; return h*(1+.1*m.n)
-    return Odd(f, n=0)
 
 @control(counting)
 def temperature():
     def f(m, h): m.t *= .9; return h/m.t
     return Odd(f, t=1.)
+
+@control(counting)
+def counter():
+    def f(m, h): m.n += 1; return h*(1+.1*m.n)
+    return Odd(f, n=0)
 
 @control(counting)
 def counter_in_a_buffer():
@@ -879,37 +431,7 @@ def counter_in_a_buffer():
     m.register_buffer('n', torch.zeros(()))
     return m
 
-@control(counting)
-def scalar_of_its_own_generator():
-    return Odd(lambda m, h: h*(1+torch.rand(1, generator=m.g).to(h)), g=torch.Generator().manual_seed(3))
-
-@control(counting, E, G)
-def counter_between_norms():
-    def f(m, h): m.n += 1; return m.b(m.a(h).tanh()*m.n)
-    return Odd(f, n=0, a=norm(), b=norm())
-
 keeping = 'keeps what has a row for each sample'
-
-@control(keeping)
-def rows_that_are_kept():
-    def f(m, h): m.feats = h.tanh(); return m.feats*2
-    return Odd(f, feats=None)
-
-@control(keeping, E, G)
-def rows_kept_between_norms():
-    def f(m, h): m.feats = m.a(h); return m.b(m.feats.tanh())
-    return Odd(f, feats=None, a=norm(), b=norm())
-
-@control(keeping)
-def attention_that_is_kept():
-    def f(m, h): y,m.w = m.a(*[h.view(-1,2,4)]*3); return y.flatten(1)
-    return Odd(f, w=None, a=nn.MultiheadAttention(4, 2, batch_first=True))
-
-@control(keeping)
-def hook_for_cam():
-    m = Odd(lambda m, h: m.lin(h).tanh(), lin=lin())
-    m.lin.register_forward_hook(Hook(m.lin, noop).hook_fn)
-    return m
 
 @control(keeping, E, G)
 def hook_for_cam_between_norms():
@@ -917,24 +439,12 @@ def hook_for_cam_between_norms():
     hook = hook_output(m.a)
     return m
 
+@control(keeping)
+def rows_that_are_kept():
+    def f(m, h): m.feats = h.tanh(); return m.feats*2
+    return Odd(f, feats=None)
+
 ordinary = 'ordinary'
-
-@control(ordinary, E, G)
-def norms(): return deep()
-
-@control(ordinary, E, G)
-def norm_used_twice(): return Odd(lambda m, h: m.bn(m.bn(h).tanh()+h), bn=nn.BatchNorm1d(8, momentum=None))
-
-@control(ordinary, E, G)
-def norm_in_evaluation():
-    m = Odd(lambda m, h: m.bn(h).tanh(), bn=norm())
-    m.bn.train = lambda mode=True: m.bn
-    m.bn.training = False
-    return m
-
-@control(ordinary)
-def other_norms():
-    return Odd(lambda m, h: m.b(m.a(h)[:,:,None])[...,0], a=nn.LayerNorm(8), b=nn.GroupNorm(2,8))
 
 @control(ordinary)
 def reversed_gradient():
@@ -945,33 +455,11 @@ def reversed_gradient():
         def backward(ctx, g): return -.3*g
     return Odd(lambda m, h: Reverse.apply(h).tanh())
 
-@control(ordinary)
-def weight_norm(): return nn.utils.parametrizations.weight_norm(lin())
-
-@control(ordinary)
-def recurrent():
-    rnn = nn.GRU(4, 4, num_layers=2, batch_first=True)
-    return Odd(lambda m, h: m.rnn(h.view(-1,2,4))[0].flatten(1), rnn=rnn)
-
-@control(ordinary, E, G)
-def weights_dropped():
-    from fastai.text.models.awdlstm import WeightDropout
-    return Odd(lambda m, h: m.rnn(h[:,None])[0][:,0], rnn=WeightDropout(nn.LSTM(8, 8, batch_first=True), .5))
-
 @control(ordinary, loss=lambda p, y: F.cross_entropy(p['logits'], y)+p['extra'].square().mean(), whole=True)
 def dictionary(): return Full(Odd(lambda m, h: dict(logits=m.lin(h)[:,:3], extra=h), lin=lin()))
 
-@control(ordinary, loss=lambda p, y: F.cross_entropy(p[0], y)+p[1].square().mean(), whole=True)
-def two_predictions(): return Full(Odd(lambda m, h: (m.lin(h)[:,:3], h), lin=lin()))
-
 @control(ordinary, data=lambda: ((features(n),features(n, 8, 3)), classes(n)), whole=True)
 def two_inputs(): return Full(Odd(lambda m, h, z: m.lin(h*z)[:,:3], lin=lin()))
-
-@control(ordinary)
-def frozen_part():
-    m = nn.Sequential(lin(), nn.Tanh(), lin())
-    for p in m[0].parameters(): p.requires_grad_(False)
-    return m
 
 # ---- training in both ways
 
@@ -986,18 +474,16 @@ def held(o, path='model', seen=None):
            o.get_state()                           if isinstance(o, torch.Generator) else
            str(o.getstate())                       if isinstance(o, random.Random) else
            str(o.bit_generator.state)              if isinstance(o, np.random.Generator) else
-           str(o.get_state(legacy=False))          if isinstance(o, np.random.RandomState) else
-           repr(o)                                 if isinstance(o, itertools.count) else None)
+           None)
     if one is not None: yield path,one; return
-    if isinstance(o, (dict,list,tuple,L,deque)): yield f'{path}.len',len(o)
+    if isinstance(o, (dict,list,tuple,L)): yield f'{path}.len',len(o)
     for k,v in _inside(o): yield from held(v, f'{path}.{k}', seen)
 
 def _inside(o):
     "The names and the values that `o` consists of; those of PyTorch's own objects and of hooks do not count"
     if isinstance(o, dict):                 return o.items()
-    if isinstance(o, (list,tuple,L,deque)): return enumerate(o)
+    if isinstance(o, (list,tuple,L)): return enumerate(o)
     if isinstance(o, nn.Module): return [(k,v) for k,v in vars(o).items() if 'hook' not in k and k!='forward']
-    if isinstance(o, partial):              return enumerate([o.func,*o.args])
     if isinstance(o, types.FunctionType):   return enumerate(c.cell_contents for c in o.__closure__ or ())
     if isinstance(o, type):                 return [(k,v) for k,v in vars(o).items() if isinstance(v, (Tensor,int))]
     foreign = isinstance(o, (Hook,Hooks)) or type(o).__module__.startswith(('torch','transformers'))

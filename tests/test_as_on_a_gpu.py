@@ -1,5 +1,4 @@
 "What PyTorch does in another way on a GPU, done on the CPU"
-from contextlib import suppress
 from harness import *
 from test_exact import X2,Y2,draws,same_slices
 from fastai_accum.exact.draws import Draw,batch_dims
@@ -26,7 +25,7 @@ def dropouts():
     yield calls
     lib._destroy()
 
-@pytest.mark.parametrize('k', 'dropout functional weight second attention scaled'.split())
+@pytest.mark.parametrize('k', 'dropout weight attention scaled'.split())
 def test_dropout_in_one_operation(k, dropouts):
     "Proved, though its probability is not that of a fair coin, and exact"
     same_slices(draws[k], X2, Y2)
@@ -38,7 +37,7 @@ def test_a_dropout_that_is_off_draws_nothing():
     with Coins(middle): out,mask = torch.native_dropout(x, .3, True)
     assert torch.equal(out, x) and mask.all() and torch.equal(torch.get_rng_state(), state)
 
-@pytest.mark.parametrize('name', ['flash','efficient','cudnn'])
+@each(name=['flash','efficient','cudnn'])
 def test_attention_with_a_dropout_of_its_own(name):
     "It is refused with the line that takes it apart, and then it is exact: see `scaled` in `test_draws`"
     op = getattr(torch.ops.aten, f'_scaled_dot_product_{name}_attention').default
@@ -60,10 +59,10 @@ def test_a_trial_does_not_talk_to_other_processes(monkeypatch):
     with quiet(): assert torch.equal(m(x), F.batch_norm(x, None, None, training=True))
     assert torch.distributed.is_initialized()
 
-@pytest.mark.parametrize('device', ['cuda','cuda:0'])
-def test_generators_before_the_gpu_is_used(device, monkeypatch):
+@each(kind=['cuda','cuda:0'])
+def test_generators_before_the_gpu_is_used(kind, monkeypatch):
     "PyTorch makes them when CUDA begins, such as for a learner that has not trained yet"
     g = torch.Generator()
     def begin(): monkeypatch.setattr(torch.cuda, 'default_generators', (g,)); return 0
     monkeypatch.setattr(torch.cuda, 'current_device', begin)
-    assert generator_of(device) is g
+    assert generator_of(kind) is g

@@ -31,12 +31,9 @@ class Late(nn.Module):
     "Changes something from its fifth batch on: what it counts goes into what it returns"
     def __init__(self):
         super().__init__()
-        self.n = 0
-        self.seen = []
-        self.lin = nn.Linear(6,3)
+        self.seen,self.lin = [],nn.Linear(6,3)
     def forward(self, x):
-        if self.training:
-            if at[0]>=5: self.seen = [*self.seen,1]
+        if self.training and at[0]>=5: self.seen = [*self.seen,1]
         return self.lin(x)*(1+len(self.seen))
 at = [0]
 
@@ -56,9 +53,9 @@ def test_what_changes_late_goes_from_slice_to_slice():
     assert_same(a, b)
     assert len(a.model.seen)==len(b.model.seen)==12
 
-@pytest.mark.parametrize('shape', [(6,4), (6,4,5), (6,4,5,3), (3,2,2,2,2)], ids=str)
-@pytest.mark.parametrize('dtype,tol', [(torch.float64,1e-14), (torch.float32,1e-6)], ids=str)
-def test_statistics(shape, dtype, tol):
+@each(shape=[(6,4), (6,4,5,3), (3,2,2,2,2)], dtype=[torch.float64,torch.float32])
+def test_statistics(shape, dtype):
+    tol = 1e-14 if dtype==torch.float64 else 1e-6
     x = torch.randn(shape, dtype=torch.float64)*.1+10
     dims = [0,*range(2,len(shape))]
     mean,var = _stats(x.to(dtype))

@@ -18,8 +18,7 @@ def without(left_out, **kwargs):
     learn.dls = DataLoaders(DataLoader([(x[w],y[w]) for w in windows if w], bs=None), learn.dls.valid)
     return learn
 
-@pytest.mark.parametrize('value', [math.nan,math.inf], ids=str)
-@pytest.mark.parametrize('left_out', [{0}, {1,2,9}, {4,5,6,7}], ids=str)
+@each(left_out=[{0}, {1,2,9}, {4,5,6,7}], value=[math.nan,math.inf])
 def test_a_loss_that_is_nan(left_out, value, capsys):
     "Inside of a window, at its end, and a whole window, which makes no step"
     x = features(N).clone()
@@ -48,13 +47,10 @@ def test_group_norm_is_exact():
     a,b = image_learner(4, AccumulateStep(4), change),image_learner(16, None, change)
     found = [o for o in a.model.modules() if isinstance(o, (nn.GroupNorm,nn.BatchNorm2d))]
     assert len(found)==12 and all(isinstance(o, nn.GroupNorm) for o in found)
+    for channels,groups in (512,32),(64,8),(48,6),(20,2),(13,1):
+        assert change(nn.Sequential(nn.BatchNorm2d(channels)))[0].num_groups==groups
     for l in a,b: l.fit(1)
     assert_same(a, b)
-
-@pytest.mark.parametrize('channels,groups', [(512,32), (64,8), (48,6), (20,2), (13,1), (7,1)])
-def test_groups(channels, groups):
-    model = recipe('tutorials/keep_batch_norm.ipynb', 'to_group_norm')(nn.Sequential(nn.BatchNorm2d(channels)))
-    assert model[0].num_groups==groups
 
 def test_batch_norm_eval():
     "Training is exact, statistics stay, gains and biases train. After the callback is removed, batch norm is as before"
@@ -90,9 +86,10 @@ def test_the_note_comes_once_and_names_the_line(cbs, sees, line, capsys):
     said = capsys.readouterr().out
     assert said.count('batch norm sees')==1 and sees in said and line in said, said
 
-@pytest.mark.parametrize('limit,bs', [(9,'auto'), (9,4), (3,'auto')])
-def test_the_note_comes_when_a_batch_is_cut(limit, bs, capsys):
+@each(case=[(9,'auto'), (9,4), (3,'auto')])
+def test_the_note_comes_when_a_batch_is_cut(case, capsys):
     "`MicroBatch()` cuts nothing until memory runs out, and large slices cut nothing"
+    limit,bs = case
     class Small(nn.Module):
         def __init__(self): super().__init__(); self.body = normed()
         def forward(self, x):
@@ -102,8 +99,7 @@ def test_the_note_comes_when_a_batch_is_cut(limit, bs, capsys):
     out = capsys.readouterr().out
     assert ('batch norm sees 2 samples' in out and 'learn.micro_batch(exact=True)' in out)==(limit==3), out
 
-@pytest.mark.parametrize('cbs', [[], [AccumulateStep(1)], [AccumulateStep(2),BatchNormEval()], [MicroBatch(2, exact=True)]],
-                         ids=str)
+@each(cbs=[[], [AccumulateStep(1)], [AccumulateStep(2),BatchNormEval()], [MicroBatch(2, exact=True)]])
 def test_no_note(cbs, capsys):
     make_learner(make_dls(24, 4), normed(), cbs=cbs, splitter=params).fit(1)
     make_learner(make_dls(24, 4), cbs=AccumulateStep(2)).fit(1)   # without batch norm

@@ -1,10 +1,9 @@
 "What the simulated accelerator says that it simulates"
 import gc,threading
-from contextlib import nullcontext
 import pytest,torch
 import torch.nn.functional as F
 from torch import nn
-from harness import simulated
+from harness import each,simulated
 
 pytestmark = simulated
 
@@ -43,16 +42,10 @@ def test_the_backward_pass_has_its_own_thread(device):
 
 # Generators
 
-def test_the_state_of_a_generator_is_a_seed_and_an_offset(fakegpu):
-    torch.manual_seed(7)
-    g,state = fakegpu.default_generators[0],fakegpu.get_rng_state()
-    assert state.dtype==torch.uint8 and state.view(torch.int64).tolist()==[7,0]
-    numbers(3)
-    assert fakegpu.get_rng_state().view(torch.int64).tolist()==[7,4]
-    assert g.initial_seed()==7 and g.get_offset()==4
-
 def test_a_state_that_is_set_draws_the_same(fakegpu):
+    torch.manual_seed(7)
     state = fakegpu.get_rng_state()
+    assert state.dtype==torch.uint8 and state.view(torch.int64).tolist()==[7,0]   # a seed and an offset
     a,b = numbers(5),numbers(5)
     fakegpu.set_rng_state(state)
     assert torch.equal(numbers(5), a) and not torch.equal(a, b)
@@ -78,17 +71,9 @@ def test_dropout_is_one_operation(fakegpu):
     out.sum().backward()
     assert torch.equal(x.grad, out) and set(out.tolist())=={0., torch.tensor(1/.75).item()}
 
-def test_recomputing_draws_the_same(fakegpu):
-    x = numbers(8, 8, requires_grad=True)
-    out = torch.utils.checkpoint.checkpoint(lambda x: F.dropout(x, .5)*x, x, use_reentrant=False)
-    kept = (out!=0).double()
-    out.sum().backward()
-    torch.testing.assert_close(x.grad.double(), (4*x*kept).detach())
-
 # Fused attention
 
-def attend(q, how=nullcontext, p=.5):
-    with how(): return F.scaled_dot_product_attention(q, q, q, dropout_p=p)
+def attend(q): return F.scaled_dot_product_attention(q, q, q, dropout_p=.5)
 
 def test_fused_attention_draws_inside(fakegpu):
     q = numbers(2, 2, 5, 4, requires_grad=True)
@@ -102,16 +87,6 @@ def test_fused_attention_draws_inside(fakegpu):
     fakegpu.set_rng_state(state)
     attend(q).sum().backward()
     torch.testing.assert_close(q.grad, a, rtol=0, atol=0)
-
-def test_attention_is_not_fused_where_it_is_not_asked_for(fakegpu):
-    from torch.nn.attention import SDPBackend,sdpa_kernel
-    q = numbers(2, 2, 5, 4, requires_grad=True)
-    out = attend(q, lambda: sdpa_kernel(SDPBackend.MATH), p=0)
-    assert 'FusedAttention' not in out.grad_fn.name()
-    assert 'FusedAttention' not in attend(q.double()).grad_fn.name()
-    torch.testing.assert_close(attend(q, p=0), out)
-    a,b = (torch.autograd.grad(o.square().sum(), q)[0] for o in (attend(q, p=0),out))
-    torch.testing.assert_close(a, b)
 
 # Memory
 
@@ -170,15 +145,9 @@ def test_a_copy_that_may_not_be_late_is_not(fakegpu):
     assert torch.zeros(4).pin_memory().copy_(x).sum()==4
     assert torch.zeros(4).pin_memory().double().copy_(x, non_blocking=True).sum()==4
 
-def test_a_copy_to_the_device_takes_what_is_there_when_it_runs(fakegpu):
-    host = torch.ones(4).pin_memory()
-    x = torch.empty(4, device='fakegpu').copy_(host, non_blocking=True)
-    host.zero_()   # too early
-    assert x.sum().item()==0
-
 # Races
 
-@pytest.mark.parametrize('waits', [False,True])
+@each(waits=[False,True])
 def test_reading_on_another_stream(waits, fakegpu):
     side = fakegpu.Stream()
     x = torch.ones(4, device='fakegpu')
@@ -189,7 +158,7 @@ def test_reading_on_another_stream(waits, fakegpu):
     found = fakegpu.races()
     assert found==([] if waits else [f'stream {side.stream_id} of device 0 reads what stream 0 of device 0 writes'])
 
-@pytest.mark.parametrize('waits', [False,True])
+@each(waits=[False,True])
 def test_writing_what_another_stream_reads(waits, fakegpu):
     side,x = fakegpu.Stream(),torch.ones(4, device='fakegpu')
     fakegpu.synchronize()
@@ -201,7 +170,7 @@ def test_writing_what_another_stream_reads(waits, fakegpu):
     found = fakegpu.races()
     assert bool(found)!=waits and all('writes what' in o for o in found), found
 
-@pytest.mark.parametrize('end', ['nothing','record_stream','wait','synchronize'])
+@each(end=['nothing','record_stream','wait','synchronize'])
 def test_freeing_what_another_stream_uses(end, fakegpu):
     side,x = fakegpu.Stream(),torch.ones(4, device='fakegpu')
     side.wait_stream(fakegpu.current_stream())
@@ -215,17 +184,9 @@ def test_freeing_what_another_stream_uses(end, fakegpu):
     side.synchronize()
     assert host.isnan().all() if end=='nothing' else host.sum()==4
 
-def test_autograd_goes_back_on_the_stream_of_the_forward_pass(fakegpu):
-    w,side = torch.ones(4, device='fakegpu', requires_grad=True),fakegpu.Stream()
-    side.wait_stream(fakegpu.current_stream())
-    with fakegpu.stream(side): loss = (w*w).sum()
-    loss.backward()
-    fakegpu.current_stream().wait_stream(side)
-    assert w.grad.sum().item()==8
-
 # Autocast, and pinned memory
 
-@pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
+@each(dtype=[torch.float16,torch.bfloat16])
 def test_autocast_on_the_device(dtype, fakegpu):
     x = numbers(4, 4)
     with torch.autocast('fakegpu', dtype=dtype):

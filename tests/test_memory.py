@@ -70,17 +70,6 @@ def test_a_step_takes_a_small_part(device, fakegpu, capsys):
     found = share(MicroBatch(8))
     assert found<=.26, found
 
-@there
-def test_a_plain_chain_is_cut_into_blocks(device, fakegpu):
-    "Of 24 layers, about five in each block"
-    def model():
-        torch.manual_seed(0)
-        def layer(k): return nn.Conv2d(8 if k else 3, 8, 3, padding=1),nn.BatchNorm2d(8),nn.ReLU()
-        layers = [o for k in range(8) for o in layer(k)]
-        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
-    a,b = (step_bytes(get_learner(*cbs, model=model), fakegpu) for cbs in ([GradientCheckpointing()],[]))
-    assert a/b<=.55, a/b
-
 # ---- copies beside the model
 
 ways = dict(offload=lambda: OffloadActivations(), exact=lambda: MicroBatch(8, exact=True))
@@ -108,14 +97,10 @@ def test_a_missing_wait_is_found(k, device, fakegpu, monkeypatch):
         if o.ahead is None: self._start(o)
         (t,_),o.ahead = o.ahead,None
         return t
-    monkeypatch.setattr(Host, '_fetch', fetch)
-    assert any('reads what' in o for o in races(learn, fakegpu))
-
-@there
-@pytest.mark.parametrize('k', ways)
-def test_memory_that_is_let_go_too_early_is_found(k, device, fakegpu, monkeypatch):
-    learn = proved(k)
-    monkeypatch.setattr(Host, '_let_go', lambda self, most: self.leaving.clear())
+    with monkeypatch.context() as mp:
+        mp.setattr(Host, '_fetch', fetch)
+        assert any('reads what' in o for o in races(learn, fakegpu))
+    monkeypatch.setattr(Host, '_let_go', lambda self, most: self.leaving.clear())   # memory is let go too early
     assert any('is freed while' in o for o in races(learn, fakegpu))
 
 @there
@@ -186,8 +171,7 @@ def test_a_real_limit(where, device, fakegpu, capsys):
     assert a.micro_batches.fits and max(a.micro_batches.fits.values())<=12
 
 @there
-@pytest.mark.parametrize('share', [.8,.3])
-def test_a_real_limit_with_exact(share, device, fakegpu, capsys):
+def test_a_real_limit_with_exact(device, fakegpu, capsys):
     "Down to three tenths of the memory that a step with the whole batch takes"
     large = get_learner(n_batches=2, dtype=torch.float64)
     peak = step_bytes(large, fakegpu)
@@ -195,7 +179,7 @@ def test_a_real_limit_with_exact(share, device, fakegpu, capsys):
     learn.fit(1)   # the proof, and gradients
     let_go(learn)
     learn.micro_batches.fits.clear()
-    fakegpu.set_limit(fakegpu.memory_allocated()+int(share*peak))
+    fakegpu.set_limit(fakegpu.memory_allocated()+int(.3*peak))
     try: learn.fit(1)
     finally: fakegpu.set_limit(None)
     assert learn.micro_batches.fits[True]<=16
@@ -237,7 +221,7 @@ def threads():
     return len(os.listdir('/proc/self/task')) if os.path.exists('/proc') else threading.active_count()
 
 @pytest.mark.parametrize('exc,n,device', sample(itertools.product([RuntimeError,KeyboardInterrupt,MemoryError], [1,2,4],
-                                                                  ['cpu',GPU]), 6), indirect=['device'])
+                                                                  ['cpu',GPU]), 4), indirect=['device'])
 def test_a_slice_that_fails_while_others_wait(exc, n, device, capsys):
     "Whichever slice it is: no activations, no threads and no pinned memory are left"
     learn = get_learner(MicroBatch(8, exact=True), model=with_a_bomb, px=8)
@@ -262,13 +246,9 @@ class Interrupts(Callback):
     "Ctrl-C between the forward pass and the loss"
     def after_pred(self): raise KeyboardInterrupt
 
-def hooks(learn):
-    ms = list(learn.model.modules())
-    return sum(len(v) for m in ms for k,v in vars(m).items() if 'hooks' in k and isinstance(v, dict))
-
 @pytest.mark.filterwarnings('ignore')
 @pytest.mark.parametrize('k,stop,mode,device', sample([o for o in itertools.product(
-    trials, [False,True], ['to_fp16','to_bf16'], ['cpu',GPU]) if o[:2]!=('proof',True)], 8), indirect=['device'])
+    trials, [False,True], ['to_fp16','to_bf16'], ['cpu',GPU]) if o[:2]!=('proof',True)], 6), indirect=['device'])
 def test_a_trial_leaves_nothing_open(k, stop, mode, device, capsys, monkeypatch):
     "Autocast, hooks, streams and threads are as before, after an error too; and the next training uses its weights"
     if device.type=='cpu': monkeypatch.setattr('fastai.callback.fp16.autocast', on_cpu)
@@ -276,7 +256,7 @@ def test_a_trial_leaves_nothing_open(k, stop, mode, device, capsys, monkeypatch)
     def now():
         on = [torch.is_autocast_enabled(o) for o in ('cpu',device.type)]
         stream = torch.get_device_module(device).current_stream() if device.type!='cpu' else None
-        return n_autocast(),on,hooks(learn),threading.active_count(),stream
+        return n_autocast(),on,left(learn)['hooks'],threading.active_count(),stream
     learn.fit(1)
     before = now()
     if stop:
@@ -333,7 +313,7 @@ def conv_learner(cbs=None, opt_func=SGD, bs=8, n=64, device='cpu'):
 # optimizer, and whether its `zero_grad` frees the gradients
 opts = dict(adam=(Adam, False), torch_adamw=(partial(OptimWrapper, opt=torch.optim.AdamW), True))
 
-@pytest.mark.parametrize('opt', opts)
+@each(opt=opts)
 def test_peak_memory(opt):
     """Peak memory of an epoch: that of a plain run at the micro-batch size, or for optimizers that free their
     gradients that of fastai's callback"""
@@ -383,18 +363,3 @@ def test_no_synchronisation_inside_a_window():
         learn.loss_func = lambda pred, y: F.cross_entropy(pred, y)   # a function of one's own counts samples
         try: learn.fit(1)
         finally: torch.cuda.set_sync_debug_mode('default')
-
-@needs_gpu
-@pytest.mark.parametrize('w', [None, [1.,10.,0.]])
-def test_windows_on_a_gpu(w):
-    """The promise on a CUDA device, where weights stay there: with a micro-batch whose targets are all ignored, or
-    all of a class of weight 0"""
-    y = classes(76); y[8:16] = -100 if w is None else 2
-    def train(bs, cb=None):
-        learn = make_learner(make_dls(76, bs, y=y, shuffle=False),
-                             loss_func=nn.CrossEntropyLoss(weight=w and torch.tensor(w).double()), cbs=cb)
-        learn.dls.to('cuda')
-        learn.fit_one_cycle(2)
-        learn.model.cpu()
-        return learn
-    assert_same(train(8, AccumulateStep(4)), train(32))

@@ -13,7 +13,8 @@ from fastai_accum.patch import accumulation
 noise_scale = partial(Learner.noise_scale, show_plot=False)
 few = partial(noise_scale, n_step=2, num_it=6)   # of 12 batches
 
-stored = []   # for each window: weight, gradient and samples of each micro-batch; a list of a callback would be set back
+# for each window: weight, gradient and samples of each micro-batch; a list of a callback would be set back
+stored = []
 
 class Store(Callback):
     "Keeps the gradients of copies of the model"
@@ -99,7 +100,7 @@ def regression(n=4000, d=10, seed=0):
     return (partial(make_learner, DataLoaders(dl, dl), model, nn.MSELoss(), splitter=trainable_params),
             noise,grads.mean(0).square().sum().item()-noise/n)
 
-@pytest.mark.parametrize('seed', range(2))
+@each(seed=range(2))
 def test_known_scale(seed):
     make,noise,grad_sq = regression(seed=seed)
     found = noise_scale(make(), n_step=4, num_it=125)
@@ -126,7 +127,8 @@ def test_the_suggestion_counts_batches_of_the_loader(capsys):
         random.seed(0)
         return noise_scale(make(cbs=cbs), num_it=10),capsys.readouterr().out
     plain,_ = find()
-    for cbs in (AccumulateStep(5), AccumulateStep(n_samples=100), MicroBatch(2), MicroBatch(2, weight=lambda p,y: len(y))):
+    weighs = MicroBatch(2, weight=lambda p,y: len(y))
+    for cbs in AccumulateStep(5),AccumulateStep(n_samples=100),MicroBatch(2),weighs:
         res,said = find(cbs)
         assert res.n_step==round(res.scale/8)
         assert f'`learn.accumulate({res.n_step})` makes steps of {8*res.n_step} samples' in said, said
@@ -134,8 +136,8 @@ def test_the_suggestion_counts_batches_of_the_loader(capsys):
 
 def test_too_little_data_is_said_before_it_runs():
     learn = make_learner(make_dls(248, 8))
-    with pytest.raises(ValueError, match='an epoch has 31 batches, too few .* needs 32 or more. Take more data, or a') as e:
-        noise_scale(learn)
+    says = 'an epoch has 31 batches, too few .* needs 32 or more. Take more data, or a'
+    with pytest.raises(ValueError, match=says) as e: noise_scale(learn)
     assert not re.search('n_step|num_it', str(e.value)) and learn.opt is None
 
 def test_at_most_four_epochs_and_a_sign_of_life(capsys):
@@ -183,4 +185,5 @@ def test_a_scaler_backs_off():
     a,b = (Learner(dls, small_model().float(), nn.CrossEntropyLoss(), cbs=cbs).remove_cb(ProgressCallback)
            for cbs in (OnCpu(torch.float16, init_scale=2.**20), None))
     found = noise_scale(a, n_step=3)
-    assert not hasattr(a.mixed_precision, 'autocast') and found.noise==pytest.approx(noise_scale(b, n_step=3).noise, rel=.2)
+    assert not hasattr(a.mixed_precision, 'autocast')
+    assert found.noise==pytest.approx(noise_scale(b, n_step=3).noise, rel=.2)

@@ -1,16 +1,22 @@
-"""After a trial, nothing of it is left: a fit after a check, a proof, `what_fits` or `noise_scale` is plain training, bit for bit, however the
-trial has ended"""
-import itertools
+"""After a trial, nothing of it is left: a fit after a check, a proof, `what_fits` or `noise_scale` is plain training,
+bit for bit, however the trial has ended, and nothing logs, tracks, saves or draws the trial itself"""
+import queue,threading,tracemalloc
+import matplotlib,pytest
+from collections import deque
 from contextlib import suppress
 from typing import NamedTuple
-import pytest
+from fastai.vision.gan import GANLearner,basic_critic,basic_generator
+from torchvision.ops import stochastic_depth
 from harness import *
-from harness import here
 from fastai_accum.all import *
-from fastai_accum.state import State,arrays,generators,held,with_memory
+from fastai_accum.know.unchanged import learner_state,unchanged
+from fastai_accum.state import State,arrays,held,with_memory
+matplotlib.use('Agg')
 
 trials = dict(check=lambda l: l.check_accumulation(), what_fits=lambda l: l.what_fits('1KB'),
               noise=lambda l: l.noise_scale(2, 3, False))
+
+# ---- tensors with a graph, hooks and iterators
 
 class Moves(nn.Module):
     "Moves a tensor that it holds in place, with a gradient, and detaches it at the next batch"
@@ -18,14 +24,13 @@ class Moves(nn.Module):
         super().__init__()
         self.how = how
         m = torch.zeros(5, dtype=torch.float64, device=here.device)
-        if how=='list': self.kept = [m]
-        elif how=='tuple': self.kept = (m,1)
+        if how=='tuple': self.kept = (m,1)
         elif how=='dict': self.kept = dict(m=m)
         elif how=='closure': self.kept = lambda: m
         elif how=='attribute': self.kept = m
         else: self.register_buffer('kept', m)
     def held(self):
-        if self.how in ('list','tuple'): return self.kept[0]
+        if self.how=='tuple': return self.kept[0]
         if self.how=='dict': return self.kept['m']
         return self.kept() if self.how=='closure' else self.kept
     def forward(self, x):
@@ -35,11 +40,10 @@ class Moves(nn.Module):
             if self.how=='mul_add_': m.mul_(.7).add_(x.mean(0), alpha=.3)
             elif self.how=='copy_': m.copy_(.7*m.clone()+.3*x.mean(0))
             elif self.how=='index': m[:] = .7*m.clone()+.3*x.mean(0)
-            elif self.how=='out': m.sub_(.3*(m.clone()-x.mean(0)))
             else: m.lerp_(x.mean(0), .3)
         return x-m
 
-hows = 'lerp_','mul_add_','copy_','index','out','attribute','list','tuple','dict','closure'
+hows = 'lerp_','mul_add_','copy_','index','attribute','tuple','dict','closure'
 
 def net(how): return nn.Sequential(nn.Linear(6,5), Moves(how), nn.Tanh(), nn.Linear(5,3)).double()
 def make(how='lerp_', *cbs, bs=8, **kwargs):
@@ -47,32 +51,12 @@ def make(how='lerp_', *cbs, bs=8, **kwargs):
     learn = make_learner(make_dls(64, bs), net(how), cbs=list(cbs), loss_func=nn.CrossEntropyLoss(), **kwargs)
     return learn.remove_cb(ProgressCallback)
 
-def left(learn):
-    "All that a trial must leave: values, graphs, gradients, hooks, attributes, the optimizer and the generators"
-    def of(t): return id(t),t.detach().clone(),t.grad_fn,t.requires_grad,id(t._backward_hooks),len(t._backward_hooks or ())
-    ts = [*learn.model.parameters(), *learn.model.buffers(), learn.model[1].held()]
-    grads = [None if p.grad is None else (id(p.grad), p.grad.clone()) for p in learn.model.parameters()]
-    names = [(id(o), {k:id(v) for k,v in vars(o).items()}) for o in (learn, *learn.cbs, *learn.model.modules())]
-    opt = learn.opt and (deepcopy(learn.opt.state_dict()), [dict(h) for h in learn.opt.hypers])
-    drawn = random.getstate(),np.random.get_state()[1].tolist(),torch.get_rng_state()
-    return [list(map(of, ts)), grads, names, opt, drawn, learn.dls.train.rng.getstate()]
-
-def same(a, b):
-    if isinstance(a, Tensor): return torch.equal(a, b)
-    if isinstance(a, dict): return list(a)==list(b) and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list,tuple)): return len(a)==len(b) and all(map(same, a, b))
-    return a is b or a==b
-
-def assert_left(was, learn):
-    for i,(a,b) in enumerate(zip(was, left(learn), strict=True)): assert same(a, b), f'{i}: {a} is now {b}'
-
 def fitted(*args, cbs=(), **kwargs):
     learn = make(*args, *cbs, **kwargs)
     with learn.no_logging(): learn.fit(1)
     return learn
 
-@pytest.mark.parametrize('name', trials)
-@pytest.mark.parametrize('how', hows)
+@drawn(8, how=hows, name=trials)
 def test_a_tensor_with_a_graph(how, name, capsys):
     "It is untouched, with its graph, and the next fit is that without a trial"
     learn,plain = (fitted(how, cbs=[AccumulateStep(2)]) for _ in range(2))
@@ -83,17 +67,17 @@ def test_a_tensor_with_a_graph(how, name, capsys):
     for o in learn,plain:
         torch.manual_seed(3)
         with o.no_logging(): o.fit(1)
-    assert same([*learn.model.state_dict().values(), learn.model[1].held()], [*plain.model.state_dict().values(), plain.model[1].held()])
+    assert identical(*([*o.model.state_dict().values(), o.model[1].held()] for o in (learn,plain)))
 
-@pytest.mark.parametrize('how', hows)
-@pytest.mark.parametrize('cb', [GradientCheckpointing, OffloadActivations])
-def test_the_proof_of_a_tensor_with_a_graph(cb, how, capsys):
+@drawn(8, how=hows, cb=[GradientCheckpointing,OffloadActivations])
+def test_the_proof_of_a_tensor_with_a_graph(how, cb, capsys):
     "Checkpointing is proved, and trains as plain training does"
-    blocks = lambda: nn.Sequential(nn.Sequential(nn.Linear(6,5), nn.Tanh()), Moves(how), nn.Sequential(nn.Linear(5,5), nn.Tanh()), nn.Linear(5,3))
+    def block(n): return nn.Sequential(nn.Linear(n,5), nn.Tanh())
     res = []
     for cbs in [],[cb()]:
         torch.manual_seed(0)
-        learn = make_learner(make_dls(64, 8), blocks().double(), cbs=cbs, loss_func=nn.CrossEntropyLoss())
+        model = nn.Sequential(block(6), Moves(how), block(5), nn.Linear(5,3)).double()
+        learn = make_learner(make_dls(64, 8), model, cbs=cbs)
         try:
             for _ in range(2):
                 with learn.no_logging(): learn.fit(1)
@@ -101,43 +85,26 @@ def test_the_proof_of_a_tensor_with_a_graph(cb, how, capsys):
             assert f'{cb.__name__} is not possible' in str(e) and cbs and not [*learn.model.buffers()]
             return
         res.append([*learn.model.state_dict().values(), learn.model[1].held()])
-    assert same(*res)
+    assert identical(*res)
 
-# hooks and iterators
 def twice(p): p.grad *= 2
+hooks = dict(
+    gradient = lambda m: m[0].weight.register_hook(lambda g: 2*g),
+    late     = lambda m: m[0].weight.register_post_accumulate_grad_hook(twice),
+    forward  = lambda m: m[0].register_forward_hook(lambda m, x, y: 2*y),
+    backward = lambda m: m[0].register_full_backward_hook(lambda m, i, o: None),
+    removed  = lambda m: [m[0].weight.register_hook(noop).remove(), m[0].weight.register_hook(lambda g: 2*g)])
 
-class Hooks(Callback):
-    "Registers hooks in `before_fit`, of one of the kinds that there are"
-    def __init__(self, kind): self.kind = kind
-    def before_fit(self):
-        ps = list(self.model.parameters())
-        if self.kind=='gradient':
-            for p in ps: p.register_hook(lambda g: 2*g)
-        elif self.kind=='one': ps[0].register_hook(lambda g: 2*g)
-        elif self.kind=='late':
-            for p in ps: p.register_post_accumulate_grad_hook(twice)
-        elif self.kind=='module': self.model[0].register_forward_hook(lambda m, x, y: 2*y)
-        elif self.kind=='backward': self.model[0].register_full_backward_hook(lambda m, i, o: None)
-        elif self.kind=='both':
-            for p in ps: p.register_hook(lambda g: 2*g); p.register_post_accumulate_grad_hook(twice)
-        elif self.kind=='removed': ps[0].register_hook(noop).remove(); ps[0].register_hook(lambda g: 2*g)
-
-def hooks(learn):
-    "How many there are"
-    ms = [len(h) for m in learn.model.modules() for h in (m._forward_hooks,m._forward_pre_hooks,m._backward_hooks,m._backward_pre_hooks)]
-    return ms + [len(o or ()) for p in learn.model.parameters() for o in (p._backward_hooks,p._post_accumulate_grad_hooks)]
-
-@pytest.mark.parametrize('name', trials)
-@pytest.mark.parametrize('kind', ['gradient','one','late','module','backward','both','removed'])
-@pytest.mark.parametrize('own', [False, True])
+@drawn(8, kind=hooks, own=[False,True], name=trials)
 def test_hooks(kind, own, name, capsys):
-    "As many as before, beside those that the user has registered, and gradients pass through these only"
-    learn,calls = make('lerp_', Hooks(kind)),[]
+    "Those of a callback's `before_fit` are gone, those of the user are not, and gradients pass through these only"
+    def register(cb): hooks[kind](cb.learn.model)
+    learn,calls = make('lerp_', Callback(before_fit=register)),[]
     p = learn.model[0].weight
     if own: p.register_hook(lambda g: calls.append(1) or g)
-    was = hooks(learn)
+    was = left(learn)['hooks']
     trials[name](learn)
-    assert hooks(learn)==was
+    assert left(learn)['hooks']==was
     calls.clear()
     p.grad = None
     x = torch.ones(2, 6, dtype=torch.float64)
@@ -160,25 +127,24 @@ class Own:
     def __iter__(self): return self
     def __next__(self): self.i += 1; return 1+self.i%3
 
-iterators = dict(cycle=lambda: itertools.cycle([1.,2.,3.]), count=lambda: itertools.count(1), list=lambda: iter([1.,2.]*500),
-                 chain=lambda: itertools.chain([1.,2.]*500, [3.]),
+iterators = dict(cycle=lambda: itertools.cycle([1.,2.,3.]), list=lambda: iter([1.,2.]*500),
                  map=lambda: map(abs, itertools.cycle([1.,-2.,3.])), own=Own)
 
-@pytest.mark.parametrize('name', trials)
-@pytest.mark.parametrize('kind', iterators)
+@drawn(4, kind=iterators, name=trials)
 def test_iterators(kind, name, capsys):
-    learn = make_learner(make_dls(64, 8), Turns(iterators[kind]()).double(), nn.CrossEntropyLoss(), splitter=trainable_params)
+    learn = make_learner(make_dls(64, 8), Turns(iterators[kind]()).double(), splitter=trainable_params)
     it,rest = learn.model.it,iterators[kind]()
     next(it); next(rest)
     trials[name](learn)
     assert learn.model.it is it and list(itertools.islice(it, 5))==list(itertools.islice(rest, 5))
 
-# how a trial ends
-count = []   # global, or the trials would put it back
+# ---- how a trial ends
 
-@pytest.mark.parametrize('error', [KeyboardInterrupt, RuntimeError('CUDA out of memory. Tried to allocate'), ValueError('other')], ids=['ctrl-c','memory','error'])
-@pytest.mark.parametrize('at', [1,4,6])
-@pytest.mark.parametrize('name', trials)
+count = []   # global, or the trials would put it back
+errors = dict(ctrl_c=KeyboardInterrupt, memory=RuntimeError('CUDA out of memory. Tried to allocate'),
+              error=ValueError('other'))
+
+@drawn(9, name=trials, at=[1,4,6], error=errors)
 def test_a_trial_that_stops(name, at, error, capsys):
     "In the forward pass, when a trial has changed something already"
     learn = fitted('lerp_')
@@ -186,15 +152,14 @@ def test_a_trial_that_stops(name, at, error, capsys):
     for p in learn.model.parameters(): p.grad = torch.ones_like(p)
     def stop(*_):
         count.append(1)
-        if len(count)==at: raise error
+        if len(count)==at: raise errors[error]
     learn.model[2].register_forward_hook(stop)
     was = left(learn)
     with suppress(KeyboardInterrupt, RuntimeError, ValueError): trials[name](learn)
     assert len(count)>=at
     assert_left(was, learn)
 
-@pytest.mark.parametrize('name', trials)
-@pytest.mark.parametrize('at', ['put_back','hold','rewind'])
+@drawn(3, name=trials, at=['put_back','hold','rewind'])
 def test_ctrl_c_twice(name, at, monkeypatch, capsys):
     "Once in a step, and once more while all is put back"
     learn,n,plain = fitted('lerp_'),0,getattr(State, at)
@@ -223,9 +188,30 @@ def test_on_a_device(device, name, capsys):
     for o in learn,plain:
         torch.manual_seed(3)
         with o.no_logging(): o.fit(1)
-    assert same([*learn.model.state_dict().values()], [*plain.model.state_dict().values()])
+    assert identical(*([*o.model.state_dict().values()] for o in (learn,plain)))
 
-# the block itself
+# ---- a learner with all that can be odd
+
+settings = dict(plain=noop, windows=lambda: AccumulateStep(2), exact=lambda: MicroBatch(4, exact=True),
+                coupled=lambda: MicroBatch(4, coupled=True))
+
+@drawn(4, cbs=settings, fitted=[False,True])
+def test_modes_and_frozen_layers(cbs, fitted):
+    "Of a check, of a learner with batch norm and dropout in float32"
+    model = nn.Sequential(nn.Linear(6,5), nn.BatchNorm1d(5), nn.Dropout(), nn.Linear(5,3))
+    learn = make_learner(make_dls(64, 8, x=features(64).float()), model, CrossEntropyLossFlat(), cbs=settings[cbs]())
+    learn.recorder.smooth_loss = AvgSmoothLoss()
+    if fitted:
+        with learn.no_logging(): learn.fit(1)
+        for p in learn.model[:2].parameters(): p.grad = torch.ones_like(p)
+    learn.model[0].requires_grad_(False)
+    learn.model[2].eval()
+    was = left(learn)
+    learn.check_accumulation()
+    assert_left(was, learn)
+
+# ---- the block itself
+
 def test_what_is_shared_stays_shared():
     "Two names of one tensor with a graph have one stand-in, and a tensor in a named tuple has one"
     class Pair(NamedTuple):
@@ -243,7 +229,8 @@ def test_what_is_shared_stays_shared():
         assert model.a is model.b is model.pair.a and model.a is not was[0] and model.a.is_leaf
         assert isinstance(model.pair, Pair)
         model.a.mul_(3); model.c = 1
-    assert model.a is model.b is was[0] and model.pair is was[1] and torch.equal(model.a, 2*model.w) and not hasattr(model, 'c')
+    assert model.a is model.b is was[0] and model.pair is was[1]
+    assert torch.equal(model.a, 2*model.w) and not hasattr(model, 'c')
 
 def test_memory_and_gradients():
     "In the block a tensor may have other values; afterwards it has its own memory, gradient and flag"
@@ -253,7 +240,8 @@ def test_memory_and_gradients():
     with State(tensors=[p]).untouched(torch.Tensor.double):
         assert p.dtype==torch.float64 and p.grad is None
         p.data += 1; p.requires_grad_(False)
-    assert (p.data_ptr(),p.dtype,p.requires_grad)==(at,torch.float32,True) and p.grad is grad and torch.equal(p, torch.ones(3))
+    assert (p.data_ptr(),p.dtype,p.requires_grad)==(at,torch.float32,True)
+    assert p.grad is grad and torch.equal(p, torch.ones(3))
 
 def test_something_with_a_gradient_is_written_into_a_buffer():
     b,w = torch.zeros(3),torch.ones(3, requires_grad=True)
@@ -268,3 +256,190 @@ def test_a_generator_that_nobody_can_copy():
     assert next(o.it)==1
     with pytest.raises(TypeError):
         with State([o]).untouched(another=deepcopy): pass
+
+# ---- objects, data, samplers, and the learner's own callbacks
+
+few = partial(Learner.noise_scale, n_step=2, num_it=6, show_plot=False)   # of 12 batches
+
+class Plain:
+    "A plain object that anneals, counts and draws"
+    def __init__(self):
+        self.t,self.seen,self.by,self.rng,self.old = 1.,deque(maxlen=3),{'n':np.zeros(1)},random.Random(0),torch.ones(2)
+        self.np,self.inner,self.me = np.random.default_rng(0),SimpleNamespace(n=0),self
+    def next(self):
+        self.t *= .97
+        self.seen.append(self.t)
+        self.by['n'] += 1
+        self.by[len(self.by)] = 1
+        self.inner.n += 1
+        self.old.mul_(.9)
+        return self.t*(1+.1*self.rng.random()+.1*self.np.random())*self.old.mean().item()
+
+class Net(nn.Module):
+    "Draws, has a buffer and an attribute, and objects of a class of its own, one in a list"
+    def __init__(self):
+        super().__init__()
+        self.body,self.drop,self.calls,self.o,self.os = small_model(),nn.Dropout(.2),0,Plain(),[Plain()]
+        self.register_buffer('b', torch.ones(3).double())
+    def forward(self, x):
+        self.calls += 1
+        if self.training: self.b.mul_(1.01)
+        return self.body(self.drop(x))*self.b*self.o.next()*self.os[0].next()*(1+self.calls/100)
+
+class Stop(Callback):
+    "Raises an error while `armed`, and changes what it holds"
+    armed,held = None,None
+    def before_fit(self): self.held = self.held or Plain()
+    def after_backward(self):
+        self.held.next()
+        if self.armed and self.micro.i==5: raise self.armed('now')
+
+def branch(learn):
+    with unchanged(learn):
+        learn.freeze()
+        learn.unfreeze()
+        learn.fit(1, .1, cbs=AccumulateStep(2))
+
+def AdamW(ps, **kwargs): return OptimWrapper(ps, torch.optim.AdamW, **kwargs)
+acts = dict(noise_scale=few, branch=branch)
+
+@drawn(3, act=acts, stop=[None,KeyboardInterrupt,ValueError], opt=[Adam,AdamW])
+def test_the_next_fit_is_the_same(act, stop, opt):
+    "Weights, buffers, objects, generators, loaders, optimizer, recorder: bit for bit"
+    a,b = (make_learner(make_dls(96, 8), Net(), cbs=[AccumulateStep(3), Stop()], splitter=trainable_params,
+                        opt_func=opt, metrics=accuracy) for _ in range(2))
+    for o in (a,b): random.seed(0); torch.manual_seed(1); o.fit(1)
+    was = random.getstate(),torch.get_rng_state()
+    before = [p.data_ptr() for p in a.model.parameters()]
+    a.stop.armed = stop
+    if stop:
+        with pytest.raises(stop): acts[act](a)
+    else: acts[act](a)
+    a.stop.armed = None
+    assert [p.data_ptr() for p in a.model.parameters()]==before and not a.model.b.ne(b.model.b).any()
+    assert random.getstate()==was[0] and torch.equal(torch.get_rng_state(), was[1])
+    for o in (a,b): random.setstate(was[0]); torch.set_rng_state(was[1]); o.fit(1)
+    assert_same(a, b, 0)
+    assert a.stop.held.t==b.stop.held.t
+
+class Images:
+    "A dataset in memory, with a table and a generator"
+    def __init__(self, n=5000):
+        self.x,self.y = np.zeros((n,50)),torch.zeros(n,50)
+        self.df,self.items,self.rng = pd.DataFrame(self.x),[np.zeros(50) for _ in range(n)],np.random.default_rng(0)
+    def __len__(self): return 96
+    def __getitem__(self, i): self.rng.random(); return features(96)[i],classes(96)[i]
+
+@each(part=[noop, lambda ds: torch.utils.data.Subset(ds, range(96)), lambda ds: torch.utils.data.ConcatDataset([ds])])
+def test_data_is_not_copied(part):
+    "8 MB, also if the model holds them; the generator of an augmentation is set back"
+    ds = Images()
+    dl = DataLoader(part(ds), bs=8)
+    learn = make_learner(DataLoaders(dl, dl))
+    learn.model.ds = ds
+    tracemalloc.start()
+    was = learner_state(learn)
+    size = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert size<5e5 and not was.arrays and not any(t is ds.y for t,*_ in was.tensors), size
+    few(learn)
+    assert len(ds.items)==5000 and ds.rng.random()==np.random.default_rng(0).random()
+
+class Orders(torch.utils.data.Sampler):
+    "Shuffles an array, or a tensor, in place"
+    def __init__(self, idxs): self.idxs = idxs
+    def __len__(self): return len(self.idxs)
+    def __iter__(self): np.random.shuffle(np.asarray(self.idxs)); return iter(self.idxs.tolist())
+
+@each(idxs=[np.arange(96),torch.arange(96)])
+def test_the_order_of_a_sampler(idxs):
+    dl = torch.utils.data.DataLoader(Items(features(96), classes(96)), batch_size=8, sampler=Orders(idxs))
+    learn,was = make_learner(DataLoaders(dl, dl)),idxs.tolist()
+    few(learn)
+    learn.check_accumulation()
+    assert idxs.tolist()==was
+
+def test_a_scheduler_of_pytorch():
+    class Scheduled(Callback):
+        def before_fit(self):
+            if not hasattr(self, 'sched'): self.sched = torch.optim.lr_scheduler.StepLR(self.opt.opt, 2)
+        def after_batch(self): self.sched.step()
+    learn = make_learner(make_dls(96, 8), cbs=Scheduled(), opt_func=partial(OptimWrapper, opt=torch.optim.AdamW))
+    learn.fit(1)
+    def now(): return str((learn.scheduled.sched.state_dict(), learn.opt.opt.state_dict()))
+    before = now()
+    branch(learn)
+    assert now()==before
+
+def test_what_lives_is_left_alone():
+    "A queue that a thread reads is not set back"
+    q,got = queue.Queue(),[]
+    class Logs(Callback):
+        def __init__(self):
+            self.q,self.thread = q,threading.Thread(target=lambda: [got.append(o) for o in iter(q.get, None)])
+            self.thread.start()
+        def after_batch(self): self.q.put(self.iter)
+    learn = make_learner(make_dls(96, 8), cbs=Logs())
+    try: few(learn)
+    finally: q.put(None); learn.logs.thread.join(5)
+    assert got==list(range(6)) and q.empty()
+
+# ---- nothing logs it, and what else goes wrong with a trial
+
+class Logs(Callback):
+    "As the loggers of fastai: keeps off in `lr_find` and while predictions are gathered"
+    order = 70
+    def __init__(self): self.n = 0
+    def before_fit(self): self.run = not hasattr(self.learn, 'lr_finder') and not hasattr(self.learn, 'gather_preds')
+    def after_batch(self): self.n += 1
+
+class Projects(Callback):
+    "As fastai's `TensorBoardProjectorCallback`, which works only while predictions are gathered"
+    def __init__(self): self.n = 0
+    def before_fit(self): self.run = not hasattr(self.learn, 'lr_finder') and hasattr(self.learn, 'gather_preds')
+    def after_pred(self): self.n += 1
+
+@pytest.mark.parametrize('k', trials)
+def test_keeps_off(k, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    savers = CSVLogger(),SaveModelCallback(every_epoch=True),EarlyStoppingCallback()
+    cbs = [*savers, Logs(), Projects(), ShowGraphCallback()]
+    learn = make_learner(make_dls(64, 8), small_model().float(), cbs=cbs, path=tmp_path, splitter=params,
+                         loss_func=lambda pred, y: F.cross_entropy(pred, y))
+    for dl in learn.dls.loaders: dl.dataset.x = dl.dataset.x.float()
+    learn.add_cb(ProgressCallback())
+    trials[k](learn)
+    assert learn.logs.n==0 and learn.projects.n==0
+    assert not list(tmp_path.rglob('*.csv')) and not list(tmp_path.rglob('*.pth'))
+    assert not {'lr_finder','gather_preds'} & set(vars(learn))
+    learn.remove_cbs(learn.cbs.filter(risinstance((MicroBatch,ProgressCallback,ShowGraphCallback))))
+    learn.fit(1)
+    assert learn.logs.n==8+2 and learn.projects.n==0
+    assert len(list(tmp_path.rglob('*.pth')))==1
+    assert len((tmp_path/'history.csv').read_text(encoding='utf-8').splitlines())==2
+
+def test_a_gan_is_told_that_the_check_is_not_for_it():
+    x = torch.randn(8, 3, 16, 16)
+    dls = DataLoaders(*(DataLoader(list(zip(torch.randn(8, 4, 1, 1), x)), bs=4) for _ in range(2)))
+    learn = GANLearner.wgan(dls, basic_generator(16, 3, 4), basic_critic(16, 3))
+    with pytest.raises(ValueError, match='GANLearner trains two models in turn.*a Learner of its own'):
+        learn.check_accumulation()
+
+class Depth(nn.Module):
+    "Leaves out samples, or the whole batch, at random: of two views of it or of one"
+    def __init__(self, mode, p, n_views): super().__init__(); store_attr(); self.a = nn.Linear(8,8).double()
+    def forward(self, h):
+        h = torch.cat([h,h.flip(1)][:self.n_views])
+        return sum((h+stochastic_depth(self.a(h), self.p, self.mode, self.training)).chunk(self.n_views))
+
+@pytest.mark.parametrize('mode,p,n_views,is_exact',
+                         [('row',.05,2,False), ('row',.02,2,False), ('batch',.1,2,True), ('row',.1,1,True)])
+def test_the_check_names_only_what_the_fit_accepts(mode, p, n_views, is_exact):
+    def learner(bs, cb):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6,8), Depth(mode, p, n_views), nn.Linear(8,3)).double()
+        return make_learner(make_dls(64, bs), model, nn.CrossEntropyLoss(), cbs=cb, splitter=params)
+    assert ('(bs=8, exact=True)' in str(learner(8, AccumulateStep(4)).check_accumulation()))==is_exact
+    exact = learner(32, MicroBatch(8, exact=True))
+    if is_exact: return exact.fit(1)
+    with pytest.raises(ValueError, match='exact=True is not possible'): exact.fit(1)
