@@ -203,23 +203,25 @@ class State:
         finally: self.restore()
 
 # %% ../nbs/state.ipynb #3f0a6c22
+def _own(v, copied, another, new):
+    "What stands in for `v`; `new` has the copies of tensors, by `id`"
+    if isinstance(v, Tensor) and not v.is_leaf:
+        if id(v) not in new: new[id(v)] = copied(v.detach())
+        return new[id(v)]
+    if isinstance(v, tuple):
+        vs = [_own(o, copied, another, new) for o in v]
+        return v if all(map(is_, v, vs)) else like(v, vs)
+    return another(v) if isinstance(v, Iterator) and not hasattr(v, '__dict__') else v
+
 @patch
 def stand_in(self:State, copied, another):
     "Replace what cannot be put back in place, where it is held: iterators, and tensors with a graph"
-    new = {}   # by `id`
-    def own(v):
-        if isinstance(v, Tensor) and not v.is_leaf:
-            if id(v) not in new: new[id(v)] = copied(v.detach())
-            return new[id(v)]
-        if isinstance(v, tuple):
-            vs = list(map(own, v))
-            return v if all(map(is_, v, vs)) else like(v, vs)
-        return another(v) if isinstance(v, Iterator) and not hasattr(v, '__dict__') else v
+    new = {}
     for o in self.objects:
         now = container(o)
         if not isinstance(o, CellType) and not isinstance(now, (dict,list,deque)): continue
         for k,v in list(items(o)):
-            mine = own(v)
+            mine = _own(v, copied, another, new)
             if mine is not v and isinstance(o, CellType): o.cell_contents = mine
             elif mine is not v: now[k] = mine
 
@@ -273,6 +275,7 @@ class ModelState(State):
         ts = [bs[k] for bs,k in self.places]
         super().__init__(objects, ts, generators, partial(next, iter(clones(ts))))
         self.versions = list(map(version_of, ts))
+        self.flags = [(m,m.training) for m in self.model.modules()]
 
     def only(self, objects, places):
         "The part of some `objects`, with the lists and dictionaries that they hold now, and of buffers at some `places`"
@@ -304,6 +307,8 @@ class ModelState(State):
     def again(self):
         "A context in which the model runs from this state again; afterwards everything is as it is now"
         now,own = State(self.objects, generators=self.generators),[bs[k] for bs,k in self.places]
+        flags = [(m,m.training) for m,_ in self.flags]   # a callback may have switched them since
+        _switch(self.flags)
         self.hold()
         self.rewind()
         try:
@@ -311,7 +316,11 @@ class ModelState(State):
             yield
         finally:
             now.restore()
+            _switch(flags)
             for (bs,k),t in zip(self.places, own): bs[k] = t
+
+def _switch(flags):
+    for m,v in flags: vars(m)['training'] = v
 
 # %% ../nbs/state.ipynb #d64c1818
 def modes(model):

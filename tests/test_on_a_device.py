@@ -62,10 +62,10 @@ class Float32(Callback):
 
 seen = set()
 class Notes(nn.Linear):
-    "Notes the dtypes of what it computes, also where that is computed again, but not in the trial in float64"
+    "Notes the dtypes of what it computes, also where that is computed again, but not in trials"
     def forward(self, x):
         res = super().forward(x)
-        if x.dtype!=torch.float64: seen.add(res.dtype)
+        if x.dtype!=torch.float64 and torch.is_grad_enabled(): seen.add(res.dtype)
         return res
 
 def noting(norm=nn.Identity):

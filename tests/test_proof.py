@@ -350,8 +350,8 @@ def test_numbers_that_count_samples():
         def __init__(self): super().__init__(); self.m = small_model()
         def forward(self, x):
             h = self.m(x)
-            self.mean = h.detach().sum()/len(h) + h.detach().sum()*(1/len(h)) + 0*torch.arange(1, len(h)+1).sum()
-            return h
+            by_hand = h.sum()/len(h) + h.sum()*(1/len(h)) + 0*torch.arange(1, len(h)+1).sum()
+            return h + 0*by_hand.detach()
     same(lambda: MicroBatch(8, exact=True), bs=32, model=Means, splitter=trainable_params)
 
 @each(value=[0.,1.])
