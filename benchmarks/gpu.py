@@ -140,7 +140,7 @@ def exact(n=64, px=64):
     was,torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic,True
     try:
         whole = weights([])
-        far = {way:float((weights(ways[way](n//8))-whole).norm()/whole.norm()) for way in list(ways)[3:]}
+        far = {way:float((weights(ways[way](n//8))-whole).norm()/whole.norm()) for way in ('exact=True','GradientCheckpointing','OffloadActivations')}
     finally: torch.backends.cudnn.deterministic = was
     assert far['exact=True']<1e-9 and far['GradientCheckpointing']==far['OffloadActivations']==0, far
     return far
