@@ -8,11 +8,11 @@ Docs: https://fastai-accum.github.io/fastai_accum/turns.html.md"""
 __all__ = ['one_by_one', 'Turns', 'Hidden']
 
 # %% ../nbs/turns.ipynb #c7bd1bc9
-from contextlib import contextmanager,nullcontext
+from contextlib import contextmanager,nullcontext,suppress
 from fastai.basics import *
 from .private import change_hidden,copy_all,has_hidden
 from .recompute import Recompute
-from .slices import tree_map
+from .slices import Refused,join,keys,leaves,tree_map
 from .state import State,container
 
 # %% ../nbs/turns.ipynb #ccfbae69
@@ -58,10 +58,26 @@ class Turns:
         objects.hold()
         for (bs,key),t in zip(self.state.places, buffers): bs[key] = t
 
-    @torch.no_grad()
     def end(self):
-        "Let the model hold what its last slice leaves, and buffers what one run of the batch leaves"
+        "Let the model hold what its last slice leaves, but the rows of all, and in buffers the mean"
         self.go_on(-1)
+        self.join_rows()
+        self.join_buffers()
+
+    def join_rows(self):
+        "Join what is left by slices and has their rows, such as the features that a hook of a U-Net stores"
+        ends = [[was for _,was in s.held] for s,_ in self.own]
+        for (o,before),*after in zip(self.rest.held, *ends):
+            now = container(o)
+            if all(a is before for a in after) or has_hidden(o) or not isinstance(now, (dict,list)): continue
+            for k in keys(now):
+                vs = [_at(a, k) for a in after]
+                if vs[0] is _at(before, k) or not _have_rows(vs, self.sizes): continue
+                with suppress(Refused): now[k] = join(vs, self.sizes)   # not a number beside the rows
+
+    @torch.no_grad()
+    def join_buffers(self):
+        "Let buffers hold what one run of the batch leaves"
         weights = self.sizes or [1]*len(self.own)
         kinds = defaultdict(list)   # the buffers that are joined together: the old one, and what slices leave
         for (bs,k),o,*new in zip(self.state.places, self.state.tensors, *(ts for _,ts in self.own)):
@@ -83,6 +99,14 @@ def _mean(rows, weights):
     by = rows.new_tensor(weights)/sum(weights)
     moves = torch.where(rows==rows[0], 0., rows-rows[0])   # a mask may have -inf
     return rows[0]+by@moves
+
+def _at(o, k):
+    try: return o[k]
+    except (KeyError,IndexError): return None
+
+def _have_rows(vs, sizes):
+    found = [[x for _,x in leaves(v)] for v in vs]
+    return bool(sizes and found[0]) and all(x.ndim and len(x)==n for xs,n in zip(found, sizes) for x in xs)
 
 # %% ../nbs/turns.ipynb #31e706ec
 class Hidden:

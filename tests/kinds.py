@@ -439,6 +439,11 @@ def hook_for_cam_between_norms():
     hook = hook_output(m.a)
     return m
 
+@control(keeping)
+def rows_that_are_kept():
+    def f(m, h): m.feats = h.tanh(); return m.feats*2
+    return Odd(f, feats=None)
+
 ordinary = 'ordinary'
 
 @control(ordinary)

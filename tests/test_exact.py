@@ -317,10 +317,17 @@ class Keeps(nn.Module):
         self.kept,self.obj.pair = h,(h.detach(),'name')
         return self.head(h)
 
+class Reads(Callback):
+    run_valid = False
+    def after_pred(self): self.log = getattr(self, 'log', [])+[self.model.kept, self.model.obj.pair[0]]
+    def after_loss(self): self.learn.loss_grad = self.learn.loss_grad+self.model.kept.pow(4).mean()
+
 @each(way=[dict(exact=True),dict(coupled=True)])
-def test_rows_that_a_model_keeps_are_refused(way):
-    with pytest.raises(ValueError, match='leaves something else behind: model.kept'):
-        train(partial(Keeps, 'exact' in way), X2, Y2, cbs=MicroBatch(4, **way), bs=16)
+def test_rows_that_a_model_keeps_are_joined(way):
+    make = partial(Keeps, 'exact' in way)
+    a,b = (train(make, X2, Y2, cbs=[Reads(), *o], bs=16) for o in ([],[MicroBatch(4, **way)]))
+    assert_same(b, a)
+    close(b.reads.log, a.reads.log)
 
 def test_draws_whose_numbers_depend_on_values_are_refused():
     def model(): return flat(lambda h: h*torch.bernoulli(h.sigmoid().detach()))
