@@ -10,10 +10,10 @@ __all__ = ['one_by_one', 'Turns', 'Hidden']
 # %% ../nbs/turns.ipynb #c7bd1bc9
 from contextlib import contextmanager,nullcontext,suppress
 from fastai.basics import *
-from .private import change_hidden,copy_all,has_hidden
+from .private import buffer_dict,change_hidden,copy_all,has_hidden
 from .recompute import Recompute
 from .slices import Refused,join,keys,leaves,tree_map
-from .state import State,container
+from .state import State,container,is_generator
 
 # %% ../nbs/turns.ipynb #ccfbae69
 _in_place = ("MicroBatch: the model changes its input in place, and coupled=True runs it twice "
@@ -67,9 +67,11 @@ class Turns:
     def join_rows(self):
         "Join what is left by slices and has their rows, such as the features that a hook of a U-Net stores"
         ends = [[was for _,was in s.held] for s,_ in self.own]
+        buffers = {id(buffer_dict(m)) for m in self.state.model.modules()}
         for (o,before),*after in zip(self.rest.held, *ends):
             now = container(o)
-            if all(a is before for a in after) or has_hidden(o) or not isinstance(now, (dict,list)): continue
+            if all(a is before for a in after) or not isinstance(now, (dict,list)): continue
+            if is_generator(o) or has_hidden(o) or id(o) in buffers: continue   # these have ways of their own
             for k in keys(now):
                 vs = [_at(a, k) for a in after]
                 if vs[0] is _at(before, k) or not _have_rows(vs, self.sizes): continue
