@@ -19,7 +19,7 @@ from .loss import loss_reduction,loss_weight,sums_by_nature
 from .private import do_step,multiply,train_metrics,with_events
 from .processes import processes
 from .refusals import *
-from .replace import lent,take_back
+from .state import lent,take_back
 from .windows import Windows,n_of
 
 # %% ../nbs/loop.ipynb #0f5a3455

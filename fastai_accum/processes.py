@@ -14,7 +14,7 @@ from fastai.basics import *
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 from .refusals import is_a
-from .replace import lent
+from .state import lent
 
 # %% ../nbs/processes.ipynb #132993d2
 class Alone:

@@ -9,7 +9,7 @@ from fastai.callback.training import GradientClip
 from fastai_accum.all import *
 from fastai_accum.know.check import *
 from fastai_accum.state import State
-from fastai_accum.patch import accumulation_settings
+from fastai_accum.core import accumulation_settings
 from torch.optim.lr_scheduler import ExponentialLR,OneCycleLR
 
 tol = 1e-8   # rounding in float64 is smaller

@@ -3,7 +3,7 @@ import itertools,pytest,threading,zipfile
 from functools import wraps
 from harness import *
 from fastai_accum.patch import *
-from fastai_accum.patch import accumulation_settings
+from fastai_accum.core import accumulation_settings
 
 @pytest.fixture(autouse=True)
 def turned_off():

@@ -12,7 +12,7 @@ from collections import namedtuple
 from itertools import zip_longest
 from traceback import walk_stack
 from fastai.basics import *
-from ..coins import drawn
+from ..modes import drawn
 from ..devices import generator_of
 from ..private import TorchDispatchMode,tree_flatten,tree_unflatten
 from ..slices import NotPossible

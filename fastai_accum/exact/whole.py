@@ -14,16 +14,14 @@ from torch.nn import functional as F
 from torch.nn.modules import batchnorm
 from .draws import BatchDraws,Differs,Draws,SliceDraws,batch_dims,running
 from .lockstep import Lockstep
-from ..norms import AtNorms,synced
-from ..dry import Dry
+from ..modes import AtNorms,synced
+from ..proof.dry import Dry
 from ..memory.checkpointing import GradientCheckpointing
-from ..state import is_generator,modes,shared
+from ..state import is_generator,lent,modes,shared
 from ..memory.offload import Host
-from ..modes import Coupled
+from ..turns import Coupled,one_by_one
 from ..private import is_compiled
-from ..replace import lent
 from ..slices import Refused,join,leaves
-from ..turns import one_by_one
 
 # %% ../../nbs/exact/whole.ipynb #1038829a
 class Exact(Coupled):

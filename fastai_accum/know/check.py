@@ -13,17 +13,15 @@ from dataclasses import dataclass
 from html import escape
 from fastai.basics import *
 from ..devices import is_out_of_memory
-from ..guard import guard
-from .bench import Bench
-from .unchanged import said
+from ..proof.guard import Status,guard
+from .bench import Bench,said
 from ..microbatch import MicroBatch
-from ..precise import eager,quiet
+from ..modes import eager,quiet
 from ..private import split_batch
-from ..record import first_unlike
+from ..proof.record import first_unlike
 from ..refusals import NotProved,check_count
 from ..slices import Refused
 from ..state import refuse_lazy
-from ..status import Status
 
 # %% ../../nbs/know/check.ipynb #fb7b5acc
 @dataclass

@@ -14,10 +14,10 @@ from fastai.basics import *
 from matplotlib.ticker import LogFormatter
 from scipy import stats
 from ..core import AccumulateStep,accumulation_settings,in_charge
-from .unchanged import Beside,unchanged
+from .bench import Beside,unchanged
 from ..private import AnyBatchNorm
 from ..refusals import check_count,check_learner,is_a
-from ..status import Status,has_bar
+from ..proof.guard import Status,has_bar
 
 # %% ../../nbs/know/noise.ipynb #6e07457f
 def unbiased(n, weight, sum_sq, mean_sq):

@@ -8,19 +8,18 @@ Docs: https://fastai-accum.github.io/fastai_accum/memory/checkpointing.html.md""
 __all__ = ['GradientCheckpointing', 'find_blocks', 'again', 'Block', 'Chain']
 
 # %% ../../nbs/memory/checkpointing.ipynb #6ec2d4cc
-import fastai_accum.core   # its `all_batches` opens `around_batches`
 import warnings
 from collections import Counter
 from contextlib import ExitStack,contextmanager
 from dataclasses import dataclass
 from fastai.basics import *
-from ..recompute import Recompute
-from ..guard import guard
-from ..proof import Way
+from ..turns import Recompute
+from ..proof.guard import guard
+from ..proof.compare import Way
 from ..private import is_compiled
 from ..refusals import is_validation
-from ..replace import lent
-from ..state import ModelState,everybodys,refuse_lazy
+from ..state import ModelState,everybodys,lent,refuse_lazy
+import fastai_accum.core   # its `all_batches` opens `around_batches`
 
 # %% ../../nbs/memory/checkpointing.ipynb #15266904
 class GradientCheckpointing(Callback):

@@ -8,7 +8,6 @@ Docs: https://fastai-accum.github.io/fastai_accum/memory/offload.html.md"""
 __all__ = ['OffloadActivations', 'Slab', 'Kept', 'Host', 'side_stream']
 
 # %% ../../nbs/memory/offload.ipynb #152e743f
-import fastai_accum.core   # its `all_batches` opens `around_batches`
 from collections import deque
 from contextlib import contextmanager,nullcontext
 from functools import lru_cache
@@ -17,9 +16,9 @@ from fastai.basics import *
 from torch.autograd.graph import saved_tensors_hooks
 from ..devices import api,has_streams
 from ..private import version
-from ..replace import lent
+from ..state import lent,refuse_lazy
 from ..slices import leaves
-from ..state import refuse_lazy
+import fastai_accum.core   # its `all_batches` opens `around_batches`
 
 # %% ../../nbs/memory/offload.ipynb #7cf7463f
 class OffloadActivations(Callback):
