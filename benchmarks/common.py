@@ -32,7 +32,7 @@ def machine():
 
 def peak_bytes(f, device=None):
     "The peak of the bytes that `f` allocates on `device`, where fastai puts learners by default, on top of what was there before"
-    from fastai_accum.know.ways import peak_bytes
+    from fastai_accum.know.what_fits import peak_bytes
     return peak_bytes(f, device or default_device())
 
 def held_bytes(learn):

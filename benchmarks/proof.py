@@ -14,7 +14,8 @@ from common import *
 from fastai.text.all import *
 from fastai.vision.all import *
 from fastai_accum.all import *
-from fastai_accum import cutting,guard
+from fastai_accum import microbatch as cutting
+from fastai_accum.proof import guard
 from fastai_accum.memory import checkpointing
 
 ways = dict(exact=lambda: MicroBatch(4, exact=True), coupled=lambda: MicroBatch(4, coupled=True), checkpointing=GradientCheckpointing)

@@ -18,8 +18,8 @@ from fastai.text.all import *
 from fastai.vision.all import *
 from fastai.callback.progress import ProgressCallback
 from fastai_accum.all import *
-from fastai_accum.know import ways
-from fastai_accum.know.ways import as_text
+from fastai_accum.know import what_fits as ways
+from fastai_accum.know.what_fits import as_text
 from fastai_accum.devices import is_out_of_memory
 
 ways.limit = math.inf   # a slow machine tries all ways, too

@@ -10,7 +10,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastai_accum.core import *
 from fastai_accum.microbatch import MicroBatch
-from fastai_accum.replace import Lent
+from fastai_accum.state import Lent
 
 TOL = 1e-12
 TOL32 = 1e-4   # where fastai rounds to float32, by 6e-8: gradients that cancel differ by up to 1e-6

@@ -3,10 +3,10 @@ from harness import *
 from test_exact import X2,Y2,draws,same_slices
 from fastai_accum.exact.draws import Draw,batch_dims
 from fastai_accum.devices import generator_of
-from fastai_accum import guard as the_guard
-from fastai_accum.coins import Coins,middle
-from fastai_accum.precise import quiet
-from fastai_accum.proof import Unsteady
+from fastai_accum.proof import guard as the_guard
+from fastai_accum.modes import Coins,middle
+from fastai_accum.modes import quiet
+from fastai_accum.proof.compare import Unsteady
 
 pytestmark = simulated
 

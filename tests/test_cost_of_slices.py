@@ -2,8 +2,8 @@
 from collections import Counter
 from harness import *
 from fastai_accum.all import *
-from fastai_accum import cutting
-from fastai_accum.dry import Dry
+from fastai_accum import microbatch
+from fastai_accum.proof.dry import Dry
 from fastai_accum.exact.lockstep import _stats
 from fastai_accum.memory.offload import Slab
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext,suppress
 from dataclasses import dataclass
 from harness import *
 import fastai_accum.all   # for `exact=True`
-from fastai_accum.extras.precision import GradAccumDtype
+from fastai_accum.extras import GradAccumDtype
 from fastai_accum.patch import *
 
 N,BS,LARGE = 76,8,32
@@ -291,7 +291,7 @@ def test_nothing_is_left(way, ending):
 def test_ctrl_c_in_the_moment_a_block_ends(again, monkeypatch):
     "What it leaves lent is dropped when the next fit begins, also if the callback has gone"
     def stop(cb): raise KeyboardInterrupt
-    from fastai_accum import replace
+    from fastai_accum import state as replace
     learn = make_learner(make_dls(N, BS), cbs=AccumulateStep(4))
     give_back = replace._give_back
     def interrupted(*args): return sys.exc_info()[0] is KeyboardInterrupt or give_back(*args)

@@ -3,7 +3,7 @@ import pytest
 from torchvision.models.resnet import BasicBlock,ResNet
 from harness import *
 from pasted import recipe
-from fastai_accum.extras.batchnorm import *
+from fastai_accum.extras import *
 
 # ---- a micro-batch that is left out
 

@@ -6,10 +6,10 @@ import contextlib
 import pytest
 from harness import *
 from fastai_accum.all import *
-from fastai_accum import guard as the_guard,look as the_look
-from fastai_accum.look import Look,Sizes,most,part
-from fastai_accum.proof import Way
-from fastai_accum.record import sketch
+from fastai_accum.proof import compare as the_look,guard as the_guard
+from fastai_accum.proof.compare import Look,Sizes,most,part
+from fastai_accum.proof.compare import Way
+from fastai_accum.proof.record import sketch
 from fastai_accum.slices import Refused,slices
 from torch.nn import functional as F
 

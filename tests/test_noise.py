@@ -3,8 +3,8 @@ known, and what it says"""
 import pytest
 import matplotlib; matplotlib.use('agg')
 from harness import *
-from fastai_accum.extras.batchnorm import *
-from fastai_accum.extras.precision import *
+from fastai_accum.extras import *
+from fastai_accum.extras import *
 from fastai_accum.loop import in_charge
 from fastai_accum.loss import loss_weight
 from fastai_accum.know.noise import *

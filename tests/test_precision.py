@@ -1,7 +1,7 @@
 "Gradients that are summed in a higher precision than the parameters have"
 import pytest
 from harness import *
-from fastai_accum.extras.precision import *
+from fastai_accum.extras import *
 from fastai_accum.patch import *
 
 class Low(Callback):

@@ -5,8 +5,8 @@ the models that were silently wrong once."""
 import gc,re,signal,sys,threading,time,warnings,weakref
 from harness import *
 from fastai_accum.all import *
-from fastai_accum import record as the_record
-from fastai_accum.dry import Dry,planning
+from fastai_accum.proof import record as the_record
+from fastai_accum.proof.dry import Dry,planning
 from fastai_accum.slices import Refused
 from torch.utils.checkpoint import checkpoint
 

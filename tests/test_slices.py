@@ -5,18 +5,18 @@ from dataclasses import dataclass
 from unittest import mock
 from weakref import WeakKeyDictionary
 from harness import *
-from fastai_accum import cutting
+from fastai_accum import microbatch
 from fastai_accum.microbatch import *
 from fastai_accum.slices import *
 from fastai_accum.devices import n_autocast
 from fastai_accum.patch import *
-from fastai_accum.extras.precision import *
+from fastai_accum.extras import *
 from fastai.callback.mixup import *
 
 @pytest.fixture(autouse=True)
 def unproved(monkeypatch):
     "The models of these tests note their slices, so a proof would rightly refuse them; test_prove.py has the proofs"
-    monkeypatch.setattr(cutting, 'guard', noop)
+    monkeypatch.setattr(microbatch, 'guard', noop)
 
 def cycle(learn): learn.fit_one_cycle(2, .02)
 def train(cbs=(), n=76, bs=32, fit=cycle, model=None, dls=None, **kwargs):

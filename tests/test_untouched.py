@@ -9,7 +9,7 @@ from fastai.vision.gan import GANLearner,basic_critic,basic_generator
 from torchvision.ops import stochastic_depth
 from harness import *
 from fastai_accum.all import *
-from fastai_accum.know.unchanged import learner_state,unchanged
+from fastai_accum.know.bench import learner_state,unchanged
 from fastai_accum.state import State,arrays,held,with_memory
 matplotlib.use('Agg')
 

@@ -4,8 +4,8 @@ from harness import *
 from fastai.tabular.all import TabularDataLoaders,Categorify,Normalize,tabular_learner
 from fastai.text.all import AWD_LSTM,TextDataLoaders,awd_lstm_clas_config,text_classifier_learner
 import fastai_accum.all
-from fastai_accum.dry import planning
-from fastai_accum.know import ways
+from fastai_accum.proof.dry import planning
+from fastai_accum.know import what_fits as ways
 
 @pytest.fixture(autouse=True, scope='module')
 def quick():

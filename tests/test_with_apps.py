@@ -15,7 +15,7 @@ from torchvision.models.resnet import BasicBlock,ResNet
 from sklearn.datasets import load_digits
 from matrix import *
 from pasted import recipe
-from fastai_accum.extras.batchnorm import *
+from fastai_accum.extras import *
 
 N,VALID = 73,16   # samples in training, of which micro-batches of 8 leave a single one, and in validation
 CPU = torch.device('cpu')

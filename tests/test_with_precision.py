@@ -5,7 +5,7 @@ with the CPU's autocast and scaler. Half precision rounds each product inside a 
 micro-batches differ by that rounding: `HALF` allows one of the dtype, for weights after 9 steps of SGD; four where
 the weights are rounded at each step too. What the scaler decides is compared exactly, without autocast in float64."""
 from matrix import *
-from fastai_accum.extras.precision import *
+from fastai_accum.extras import *
 from test_precision import exact_window,low_learner,ulps
 
 class Overflow(Callback):
