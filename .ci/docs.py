@@ -23,7 +23,7 @@ def _repr_markdown_(self):
     takes = getattr(self.sym, '__delwrap__', None)   # the function or the class whose arguments it takes
     for k,v in self.dm.dm.items():
         kind,default,anno = (v.get(o, empty) for o in ('kind','default','anno'))
-        # nobody passes a function for an event; `*unnamed` and `**kwargs` only find what to say about a wrong argument
+        # nobody passes a function for an event; `**kwargs` only finds what to say about a wrong argument
         if k in vars(event) or getattr(kind, 'name', '').startswith('VAR') and not v.get('docment'): continue
         name = {'VAR_POSITIONAL':'*', 'VAR_KEYWORD':'**'}.get(getattr(kind, 'name', ''), '')+k
         anno = '' if anno is empty else re.sub(r'[a-z_.]+[.](?=[A-Za-z])|(?<=None)Type', '', formatannotation(anno))

@@ -24,16 +24,15 @@ class AccumulateStep(WindowCallback):
     name = 'accumulate_step'   # subclasses have the same name
     def __init__(self,
         n_step:int|Callable|None=None, # Micro-batches in a window, or a schedule `pct -> int`
-        *unnamed,
+        *,
         n_samples:int|Callable|None=None, # Or the samples in a window, or a schedule `pct -> int`
         average:bool|None=None, # `True` averages, `False` sums; `None` sums if the loss does by default
         drop_last:bool|None=None, # `True` drops the tail, `False` steps on it; `None`: as the loader
         weight:Callable|None=None, # `(pred, *yb) -> float`: what your loss divides by
         **kwargs
     ):
-        refuse_unnamed('AccumulateStep', n_step, *unnamed)
         refuse_unknown(AccumulateStep, kwargs)
-        store_attr(but='unnamed,kwargs')
+        store_attr(but='kwargs')
         self.check()
 
 # %% ../nbs/core.ipynb #281ba3f7
@@ -41,14 +40,13 @@ class AccumulateStep(WindowCallback):
 @delegates(AccumulateStep)
 def accumulate(self:Learner,
     n_step:int|Callable|None=None, # Micro-batches in a window, or a schedule `pct -> int`
-    *unnamed,
     **kwargs
 )->Learner:
     """Add an `AccumulateStep` to the learner, in place of an earlier one
 
     Example: `learn.accumulate(4).fine_tune(3)`. The arguments are those of `AccumulateStep`.
     https://fastai-accum.github.io/fastai_accum/core.html"""
-    cb = AccumulateStep(n_step, *unnamed, **kwargs)
+    cb = AccumulateStep(n_step, **kwargs)
     return self.remove_cbs(self.cbs.filter(risinstance(AccumulateStep))).add_cb(cb)
 
 # %% ../nbs/core.ipynb #85b32a1e

@@ -11,7 +11,6 @@ __all__ = []
 import inspect
 from contextlib import ExitStack,closing,contextmanager,nullcontext
 from dataclasses import dataclass,field
-from functools import wraps
 from itertools import chain
 from fastai.basics import *
 from fastai.learner import replacing_yield
@@ -53,7 +52,6 @@ class WindowCallback(Callback):
     varies = property(lambda o: callable(o.n_step) or callable(o.n_samples))   # by a schedule
     def __str__(self): return type(self).__name__   # in messages
     def __repr__(self): return f"{type(self).__name__}({arguments(self)})"
-    def before_fit(self): self.begin()
 
     def after_fit(self):
         "Say if callbacks, or weights of 0, have left nothing of the whole fit"
@@ -61,13 +59,12 @@ class WindowCallback(Callback):
         warnings.warn(f"{self}: the fit has made no step: each of its {len(self.counts.sizes)} windows was cancelled, "
                       "or has the weight 0; remove a callback that accumulates by itself", stacklevel=2)
 
-    def __init_subclass__(cls):
-        "A fit begins, too, if a subclass has a `before_fit` of its own"
-        own = vars(cls).get('before_fit')
-        def before_fit(self):
-            self.begin()
-            own(self)
-        if own: cls.before_fit = wraps(own)(before_fit)
+    def before_fit(self): pass   # a subclass may call it
+
+    def __call__(self, event_name):
+        "A fit begins, also if a subclass has a `before_fit` of its own"
+        if event_name=='before_fit' and self.run: self.begin()
+        return super().__call__(event_name)
 
     @property
     def is_boundary(self)->bool:
@@ -129,10 +126,7 @@ def begin(self:WindowCallback):
     self.check()
     check_learner(self, learn)
     setattr(learn, self.name, self)   # fastai forgets it when it removes another of this name
-    self.counts = Counts()
-    self.scale = self.last_loss = None
-    self.left_out = False
-    self.floor = None
+    vars(self).update(counts=Counts(), scale=None, last_loss=None, left_out=False, floor=None)
     if in_charge(learn) is not self: return
     windows = self.windows(learn, learn.dls.train)
     if windows.ends!=[]: note_batch_norm(self, learn)   # otherwise, an error comes soon
@@ -171,8 +165,7 @@ class Epoch:
         self.is_mean = loss_reduction(learn.loss_func)!='sum'
         self.averages = acc.averages(learn.loss_func)
         self.each = learn.cbs.sorted('order').filter(wants_each)
-        rec = vars(learn).get('recorder')
-        self.metrics = train_metrics(rec)
+        self.metrics = train_metrics(vars(learn).get('recorder'))
 
     def plan(self, i): return self.acc.windows(self.learn, self.learn.dl, i, self.group.n)
 
@@ -314,7 +307,7 @@ class Window:
     def run(self, i, b, n, is_last):
         "One micro-batch of `n` samples: the learner's own `one_batch`, as far as the step"
         learn = self.learn
-        if self.is_last: run_after_batch(self.epoch.each)   # the one before seemed to be the last
+        if self.is_last: self.after_batch()   # the one before seemed to be the last
         self.micro = m = Micro(n)
         self.n_micro += 1
         self.is_last = is_last
@@ -326,7 +319,10 @@ class Window:
                                "let it step through `_do_grad_opt`")
         if m.end=='step':
             for met in self.epoch.metrics: met.accumulate(learn)
-        if not is_last: run_after_batch(self.epoch.each)
+        if not is_last: self.after_batch()
+
+    def after_batch(self):
+        for cb in self.epoch.each: cb('after_batch')
 
     def events(self, plain, f, event_type, ex, final=noop):
         "Takes the place of `learn._with_events` in a micro-batch"
@@ -468,6 +464,3 @@ def wants_each(cb):
     "Whether a callback has `after_batch` at each micro-batch"
     # fastai's `getattr` of a callback also looks in the model
     return inspect.getattr_static(cb, 'each_micro_batch', is_a(cb, *_each))
-
-def run_after_batch(cbs):
-    for cb in cbs: cb('after_batch')

@@ -44,7 +44,7 @@ class MicroBatch(WindowCallback):
 
     def __init__(self,
         bs:int|str='auto', # Samples in a slice; `'auto'` starts with the whole batch, and halves it if memory runs out
-        *unnamed,
+        *,
         coupled:bool=False, # Show the loss and callbacks the whole batch; the model runs on each slice twice
         exact:bool=False, # Show the whole batch to batch norm and dropout too
         valid:bool=True, # Cut batches in validation and prediction too
@@ -53,9 +53,8 @@ class MicroBatch(WindowCallback):
         prove:bool=True, # With coupled and exact, prove before the first step that the training is the same
         **kwargs
     ):
-        refuse_unnamed('MicroBatch', bs, *unnamed)
         refuse_unknown(MicroBatch, kwargs)
-        store_attr(but='unnamed,kwargs')
+        store_attr(but='kwargs')
         self.check()
         self.fits = {}
 
@@ -113,11 +112,10 @@ class MicroBatch(WindowCallback):
 @delegates(MicroBatch)
 def micro_batch(self:Learner,
     bs:int|str='auto', # Samples in a slice; `'auto'` finds the size
-    *unnamed,
     **kwargs
 )->Learner:
     "Add a `MicroBatch` in place of an earlier one; example: `learn.micro_batch(16, exact=True).fine_tune(3)`"
-    cb = MicroBatch(bs, *unnamed, **kwargs)
+    cb = MicroBatch(bs, **kwargs)
     return self.remove_cbs(self.cbs.filter(risinstance(MicroBatch))).add_cb(cb)
 
 # %% ../nbs/cutting.ipynb #8dbfd8af
@@ -239,27 +237,20 @@ def cut_inputs(self:MicroBatch, learn, xb, bs=None):
     return [o[:len(xb)] for o in parts],sizes if learn.yb or not self.split else None
 
 # %% ../nbs/cutting.ipynb #5f4693b4
-class Start:
-    "What a window of `learn` can change before its step, with `metrics`, as it is now"
-    def __init__(self, learn, acc, metrics):
-        self.learn,self.acc = learn,acc
-        modules = nn.ModuleList(o for o in (learn.model,learn.loss_func) if isinstance(o, nn.Module))
-        counted = held(*metrics)
-        tensors = [*modules.buffers(), *arrays(counted)]
-        self.state = State([*held(modules), *counted], tensors, everybodys(learn.model))
-        self.autocast = Autocast()
-        self.scale = acc.scale
-        self.n_micro = acc.counts.n_micro
-
-    def restore(self):
-        learn = self.learn
+def way_back(learn, acc, metrics):
+    "A function that puts back what a window of `learn` changes before its step, with `metrics`"
+    modules = nn.ModuleList(o for o in (learn.model,learn.loss_func) if isinstance(o, nn.Module))
+    counted = held(*metrics)
+    state = State([*held(modules), *counted], [*modules.buffers(), *arrays(counted)], everybodys(learn.model))
+    autocast,kept = Autocast(),(acc.scale,acc.counts.n_micro)
+    def restore():
         clear_gradients(learn)
-        self.autocast.restore()   # mixed precision closes it after the loss
+        autocast.restore()   # mixed precision closes it after the loss
         learn.xb = learn.yb = (None,)
         learn.pred = learn.loss = learn.loss_grad = None
-        self.state.restore()
-        self.acc.scale = self.scale
-        self.acc.counts.n_micro = self.n_micro
+        state.restore()
+        acc.scale,acc.counts.n_micro = kept
+    return restore
 
 # %% ../nbs/cutting.ipynb #5f4693b5
 @patch
@@ -278,8 +269,8 @@ def attempt(self:MicroBatch, epoch, sum_up, batches):
             seen.append((b, versions(b)))
             yield b
             self.n = None
-    start = Start(epoch.learn, epoch.acc, epoch.metrics)
-    return self.retry(epoch.learn, lambda: sum_up(drawn()), seen, start.restore)
+    undo = way_back(epoch.learn, epoch.acc, epoch.metrics)
+    return self.retry(epoch.learn, lambda: sum_up(drawn()), seen, undo)
 
 # %% ../nbs/cutting.ipynb #4a0bfed7
 @patch

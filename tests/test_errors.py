@@ -128,11 +128,7 @@ cuts = MicroBatch,partial(Learner.micro_batch, None)
     (cuts[:1], (), dict(batch_size=8), r'Did you mean `MicroBatch\(bs=8\)`'),
     (cuts[:1], (), dict(exat=True), r'Did you mean `MicroBatch\(exact=True\)`'),
     (cuts[:1], (), dict(n_steps=4), r'`AccumulateStep\(n_step=4\)`'),
-    # what a second argument without a name means, nobody can tell
-    (cuts, (8,True), {}, r'name the flag, as in MicroBatch\(8, exact=True\)'),
-    (accumulates, (8,True), {}, r'name the flag, as in AccumulateStep\(8, average=True\)'),
-    (accumulates, (8,64), {}, 'give one of n_step.* and n_samples.*; got 8 and 64'),
-    (cuts[:1], (64,8), {}, r'MicroBatch: give the samples.* use AccumulateStep\(n_step=8\)')])
+    (cuts, (8,True), {}, 'positional argument'), (accumulates, (8,64), {}, 'positional argument')])
 def test_the_right_argument(case):
     fs,args,kw,match = case
     for f in fs:
