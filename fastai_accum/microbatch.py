@@ -69,44 +69,6 @@ class MicroBatch(WindowCallback):
         # whether callbacks and the loss see the whole batch in training
         self.shows_whole = self.coupled or self.exact
 
-    def begin(self):
-        "Refuse what cannot work, too"
-        learn = self.learn
-        super().begin()
-        if is_validation(learn): return
-        self.warned,self.kept,self.guarded = False,None,()
-        if self.shows_whole: refuse_lazy('MicroBatch', learn.model)
-        # the loader of texts knows their lengths
-        if self.exact: refuse_long(learn.model, getattr(learn.dls.train, 'res', ()))
-        if hasattr(get_model(learn.model), 'reset') and not Hidden(learn.model).ms:
-            raise ValueError("MicroBatch: the model has a reset(), so it carries a state from batch to "
-                             "batch, and only that of AWD-LSTM can be cut; use a smaller batch size in "
-                             "the loader, and AccumulateStep")
-        bs = batch_size(learn.dls.train)
-        if self.bs!='auto' and bs and self.bs>bs:
-            is_alone = in_charge(learn) is self
-            more = "; for steps of more samples than a batch has, add AccumulateStep"*is_alone
-            warnings.warn(f"MicroBatch: bs={self.bs} is above the batch size {bs} of the loader, so no batch is "
-                          f"cut{more}", stacklevel=2)
-
-    def most(self, learn, n):
-        "The most samples in a slice of a batch of `n`"
-        return min(n, self.fits.get(learn.training, n)) if self.bs=='auto' else self.bs
-
-    def cut(self, learn, b, bs=None):
-        "The slices of `b`, and the number of samples in each"
-        is_batch = bs is None
-        if not self.split: n_rows(b)   # which says what cannot be cut
-        if is_batch:
-            self.n = n_of(learn.dls, b)
-            self.size = bs = self.most(learn, self.n)
-        parts = (self.split or slices)(b, bs)
-        if self.split: check_slices(learn.dls, b, parts, bs)
-        # processes wait for each other at each `SyncBatchNorm`
-        if is_batch and learn.training and self.group.synced and not self.exact:
-            self.group.sum(f'cuts a batch into {len(parts)} slices')
-        return parts,[n_of(learn.dls, o) for o in parts]
-
 # %% ../nbs/cutting.ipynb #1dc2fc4b
 @patch
 @delegates(MicroBatch)
@@ -117,6 +79,49 @@ def micro_batch(self:Learner,
     "Add a `MicroBatch` in place of an earlier one; example: `learn.micro_batch(16, exact=True).fine_tune(3)`"
     cb = MicroBatch(bs, **kwargs)
     return self.remove_cbs(self.cbs.filter(risinstance(MicroBatch))).add_cb(cb)
+
+# %% ../nbs/cutting.ipynb #cutbegin
+@patch
+def begin(self:MicroBatch):
+    "Refuse what cannot work, too"
+    learn = self.learn
+    WindowCallback.begin(self)
+    if is_validation(learn): return
+    self.warned,self.kept,self.guarded = False,None,()
+    if self.shows_whole: refuse_lazy('MicroBatch', learn.model)
+    # the loader of texts knows their lengths
+    if self.exact: refuse_long(learn.model, getattr(learn.dls.train, 'res', ()))
+    if hasattr(get_model(learn.model), 'reset') and not Hidden(learn.model).ms:
+        raise ValueError("MicroBatch: the model has a reset(), so it carries a state from batch to "
+                         "batch, and only that of AWD-LSTM can be cut; use a smaller batch size in "
+                         "the loader, and AccumulateStep")
+    bs = batch_size(learn.dls.train)
+    if self.bs!='auto' and bs and self.bs>bs:
+        is_alone = in_charge(learn) is self
+        more = "; for steps of more samples than a batch has, add AccumulateStep"*is_alone
+        warnings.warn(f"MicroBatch: bs={self.bs} is above the batch size {bs} of the loader, so no batch is "
+                      f"cut{more}", stacklevel=2)
+
+# %% ../nbs/cutting.ipynb #cutslice
+@patch
+def most(self:MicroBatch, learn, n):
+    "The most samples in a slice of a batch of `n`"
+    return min(n, self.fits.get(learn.training, n)) if self.bs=='auto' else self.bs
+
+@patch
+def cut(self:MicroBatch, learn, b, bs=None):
+    "The slices of `b`, and the number of samples in each"
+    is_batch = bs is None
+    if not self.split: n_rows(b)   # which says what cannot be cut
+    if is_batch:
+        self.n = n_of(learn.dls, b)
+        self.size = bs = self.most(learn, self.n)
+    parts = (self.split or slices)(b, bs)
+    if self.split: check_slices(learn.dls, b, parts, bs)
+    # processes wait for each other at each `SyncBatchNorm`
+    if is_batch and learn.training and self.group.synced and not self.exact:
+        self.group.sum(f'cuts a batch into {len(parts)} slices')
+    return parts,[n_of(learn.dls, o) for o in parts]
 
 # %% ../nbs/cutting.ipynb #8dbfd8af
 def check_slices(dls, b, parts, bs):
