@@ -100,9 +100,7 @@ HALF = {torch.float16:2**-11, torch.bfloat16:2**-8}   # what one rounding may ch
 class OnCpu(MixedPrecision):
     "`MixedPrecision` on the CPU, which fastai's own switches off there; without `dtype`, only its loss scaler"
     name = 'mixed_precision'
-    def __init__(self, dtype=None, **kwargs):
-        super().__init__(**kwargs)
-        self.dtype = dtype
+    def __init__(self, dtype=None, **kwargs): super().__init__(**kwargs); self.dtype = dtype
     def before_fit(self):
         self.kwargs['enabled'] = self.dtype is not torch.bfloat16
         self.autocast = torch.amp.autocast('cpu', dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None)
@@ -138,10 +136,8 @@ class Probe(Callback):
     def __init__(self, order): self.order = order
     def _note(self, event):
         now = vars(self.learn)
-        loss = now.get('loss')
-        now.setdefault('seen', []).append([event, self.order, now['training'],
-                                           *map(now.get, ('epoch','iter','n_iter','train_iter','pct_train')),
-                                           None if loss is None else loss.item()])
+        counters,loss = map(now.get, ('training','epoch','iter','n_iter','train_iter','pct_train')),now.get('loss')
+        now.setdefault('seen', []).append([event, self.order, *counters, None if loss is None else loss.item()])
 for e in events: setattr(Probe, e, partialmethod(Probe._note, e))
 def probes(): return [Probe(o) for o in orders]
 
@@ -159,6 +155,14 @@ def features(n, d=6, seed=0):
 def classes(n, c=3, seed=0): return torch.randint(0, c, (n,), generator=torch.Generator().manual_seed(seed+1))
 def halves(m): return [params(m[0]), params(m[1:])]
 one_group = dict(splitter=trainable_params)
+
+class Made(nn.Module):
+    "A module of `parts`, which calls `f(self, *inputs)`"
+    def __init__(self, f, **parts):
+        super().__init__()
+        for k,v in parts.items(): setattr(self, k, v)
+        self.f = f
+    def forward(self, *args): return self.f(self, *args)
 
 def small_model(d=6, out=3, seed=0):
     torch.manual_seed(seed)
@@ -190,11 +194,9 @@ def snapshot(learn):
     "Everything that the promise covers, by name"
     rec = learn.recorder
     res = dict(params=[p.detach().clone() for p in learn.model.parameters()], buffers=list(learn.model.buffers()),
-               opt=opt_state(learn.opt),
-               hypers=[dict(h) for h in learn.opt.hypers], losses=rec.losses, lrs=rec.lrs, values=rec.values,
-               iters=rec.iters, hps=getattr(rec,'hps',{}),
-               final_record=learn.final_record, train_iter=learn.train_iter, pct_train=learn.pct_train,
-               smooth_loss=learn.smooth_loss)
+               opt=opt_state(learn.opt), hypers=[dict(h) for h in learn.opt.hypers], hps=getattr(rec,'hps',{}))
+    for o,names in (rec,'losses lrs values iters'),(learn,'final_record train_iter pct_train smooth_loss'):
+        res.update({k:getattr(o, k) for k in names.split()})
     for k in ('grads','hypers','train_iter','pct_train'): res[f'step.{k}'] = [s[k] for s in learn.spy.steps]
     return res
 

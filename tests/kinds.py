@@ -6,7 +6,6 @@ says what happened: `exact`, `refused` (a `ValueError` before anything has moved
 differs) or `raw` (any other error). A kind may be exact or refused; a control must be exact."""
 import types
 import pytest
-from functools import partial
 from fastai.callback.hook import Hook,Hooks,hook_output,hook_outputs
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -30,12 +29,12 @@ class Kind:
         return (m if self.whole else Net(m)).double(),tuplify(xb),tuplify(yb)
 
 def kind(row, *ways, to=kinds, **kwargs):
-    def add(f):
-        assert f.__name__ not in {**kinds,**controls}, f.__name__
-        to[f.__name__] = Kind(f, row, ways or (E,C,G), **kwargs)
+    def add(f, name=None):
+        name = name or f.__name__
+        assert name not in {**kinds,**controls}, name
+        to[name] = Kind(f, row, ways or (E,C,G), **kwargs)
         return f
     return add
-control = partial(kind, to=controls)
 
 class Odd(nn.Module):
     "A module whose `forward` is `f`, with modules and attributes"
@@ -44,6 +43,17 @@ class Odd(nn.Module):
         self.f = f
         for k,v in kwargs.items(): setattr(self, k, v)
     def forward(self, *xs): return self.f(self, *xs)
+
+def odd(row, *ways, to=kinds, kw={}, **has):
+    "A kind that is an `Odd` module, whose `forward` follows; `has` makes its modules and attributes"
+    def add(f, name=None):
+        kind(row, *ways, to=to, **kw)(lambda: Odd(f, **{k:v() for k,v in has.items()}), name or f.__name__)
+        return f
+    return add
+
+def odds(add, **fs):
+    "Several of them, by name"
+    for name,f in fs.items(): add(f, name)
 
 class Block(nn.Module):
     "An odd module and a layer: what `GradientCheckpointing` computes again"
@@ -69,6 +79,12 @@ class Full(nn.Module):
 def norm(): return nn.BatchNorm1d(8)
 def lin(): return nn.Linear(8,8)
 def deep(): return nn.Sequential(lin(), norm(), nn.Tanh(), lin(), norm())
+def zero(): return 0
+def counting(): return types.SimpleNamespace(n=0)
+def buffered(f, **buffers):
+    m = Odd(f)
+    for k,v in buffers.items(): m.register_buffer(k, v)
+    return m
 
 keeps = 'keeps something between two norms'
 
@@ -80,10 +96,7 @@ def pyramid():
 
 @kind(keeps, E, G)
 def hook_fills_a_dict():
-    def f(m, h):
-        y = m.b(m.a(h).tanh())
-        return y+m.kept['a']
-    m = Odd(f, a=norm(), b=norm(), kept={})
+    m = Odd(lambda m, h: m.b(m.a(h).tanh())+m.kept['a'], a=norm(), b=norm(), kept={})
     m.a.register_forward_hook(lambda mod, inp, out: m.kept.update(a=out))
     return m
 
@@ -92,62 +105,49 @@ swaps = 'swaps something and puts it back'
 @kind(swaps, E, G)
 def averaged_weights():
     def f(m, h):
-        own = dict(m.inner.named_parameters())
-        y = functional_call(m.inner, {k:.5*p+.5*m.avg[k] for k,p in own.items()}, (h,))
-        return y+m.inner(h)
+        own = {k:.5*p+.5*m.avg[k] for k,p in m.inner.named_parameters()}
+        return functional_call(m.inner, own, (h,))+m.inner(h)
     m = Odd(f, inner=deep())
     m.avg = {k:p.detach().double()*.9 for k,p in m.inner.named_parameters()}
     return m
 
-@kind(swaps, E, G)
-def data_of_parameters():
-    def f(m, h):
-        was = [p.data for p in m.inner.parameters()]
-        for p in m.inner.parameters(): p.data = p.data*.5
-        y = m.inner(h)
-        for p,d in zip(m.inner.parameters(), was): p.data = d
-        return y
-    return Odd(f, inner=deep())
+@odd(swaps, E, G, inner=deep)
+def data_of_parameters(m, h):
+    was = [p.data for p in m.inner.parameters()]
+    for p in m.inner.parameters(): p.data = p.data*.5
+    y = m.inner(h)
+    for p,d in zip(m.inner.parameters(), was): p.data = d
+    return y
 
-@kind(swaps, E, G)
-def eval_and_back():
-    def f(m, h):
-        m.eval(); target = m.inner(h).detach(); m.train()
-        return m.inner(h)*target
-    return Odd(f, inner=deep())
+@odd(swaps, E, G, inner=deep)
+def eval_and_back(m, h):
+    m.eval(); target = m.inner(h).detach(); m.train()
+    return m.inner(h)*target
 
 asks = 'checkpoints where a gradient is needed'
 
 def again(f, h): return checkpoint(f, h, use_reentrant=False)
 
-@kind(asks, E, G)
-def if_requires_grad():
-    return Odd(lambda m, h: m.b(again(m.inner, h) if h.requires_grad else m.inner(h)), inner=deep(), b=norm())
+@odd(asks, E, G, inner=deep, b=norm)
+def if_requires_grad(m, h): return m.b(again(m.inner, h) if h.requires_grad else m.inner(h))
 
-@kind(asks, E, G)
-def something_else_without_gradient():
-    return Odd(lambda m, h: again(m.inner, h) if h.requires_grad else h*5, inner=nn.Sequential(lin(), nn.Tanh()))
+@odd(asks, E, G, inner=lambda: nn.Sequential(lin(), nn.Tanh()))
+def something_else_without_gradient(m, h): return again(m.inner, h) if h.requires_grad else h*5
 
 counts = 'counts, anneals, or keeps what a callback reads'
 
-@kind(counts)
-def mean_that_is_kept():
-    def f(m, h): m.mean = h.detach().mean(0); return h.tanh()
-    return Odd(f, mean=None)
+@odd(counts, mean=noop)
+def mean_that_is_kept(m, h): m.mean = h.detach().mean(0); return h.tanh()
 
-@kind(counts)
-def counter_in_an_object():
-    def f(m, h): m.o.n += 1; return h*m.o.n
-    return Odd(f, o=types.SimpleNamespace(n=0))
+@odd(counts, o=counting)
+def counter_in_an_object(m, h): m.o.n += 1; return h*m.o.n
 
 @kind(counts)
 def average_inside_a_buffer():
     def f(m, h):
         m.avg.lerp_(h.detach().mean(0), .1)
         return h-m.avg.clone()
-    m = Odd(f)
-    m.register_buffer('avg', torch.zeros(8))
-    return m
+    return buffered(f, avg=torch.zeros(8))
 
 @kind(counts, limit=(E,C,G))
 def counter_of_a_class():
@@ -157,59 +157,45 @@ def counter_of_a_class():
 
 views = 'rare draws over several views'
 
-@kind(views, E, G)
-def dropout_of_two_views(): return Odd(lambda m, h: sum(F.dropout(torch.cat([h,h.flip(1)]), .05).chunk(2)))
+def two(h): return torch.cat([h,h.flip(1)])
 
-@kind(views, E, G)
-def rare_rows_of_two_views():
-    def f(m, h):
-        two = torch.cat([h,h.flip(1)])
-        return sum((two*(torch.rand(len(two), 1)>.05)).chunk(2))
-    return Odd(f)
+odds(odd(views, E, G), dropout_of_two_views=lambda m, h: sum(F.dropout(two(h), .05).chunk(2)),
+     rare_rows_of_two_views=lambda m, h: sum((two(h)*(torch.rand(2*len(h), 1)>.05)).chunk(2)))
 
 state = 'a state a sample, which another batch size begins anew'
 
-@kind(state)
-def state_of_rows():
-    def f(m, h):
-        if m.h is None or len(m.h)!=len(h): m.h = torch.zeros_like(h)
-        y = (.5*m.h+h).tanh()
-        m.h = y.detach()
-        return y
-    return Odd(f, h=None)
+def state_of(m, h): return torch.zeros_like(h) if m.h is None or len(m.h)!=len(h) else m.h.detach()
 
-@kind(state, E, G)
-def state_between_norms():
-    def f(m, h):
-        if m.h is None or len(m.h)!=len(h): m.h = torch.zeros_like(h)
-        m.h = y = m.a(h)+.5*m.h.detach()
-        return m.b(y.tanh())
-    return Odd(f, h=None, a=norm(), b=norm())
+@odd(state, h=noop)
+def state_of_rows(m, h):
+    y = (.5*state_of(m, h)+h).tanh()
+    m.h = y.detach()
+    return y
+
+@odd(state, E, G, h=noop, a=norm, b=norm)
+def state_between_norms(m, h):
+    m.h = m.a(h)+.5*state_of(m, h)
+    return m.b(m.h.tanh())
 
 rng = 'holds a generator of Python or NumPy'
 
-@kind(rng)
-def random_of_python(): return Odd(lambda m, h: h*(1+m.g.random()), g=random.Random(3))
+@odd(rng, g=lambda: random.Random(3))
+def random_of_python(m, h): return h*(1+m.g.random())
 
-@kind(rng, E, G)
-def rows_of_default_rng(): return Odd(lambda m, h: h+tensor(m.g.random((len(h),1))), g=np.random.default_rng(3))
+@odd(rng, E, G, g=lambda: np.random.default_rng(3))
+def rows_of_default_rng(m, h): return h+tensor(m.g.random((len(h),1)))
 
 moves = 'a part of the model moves in forward'
 
-def momentum_encoder(move):
+@kind(moves)
+def data_of_an_encoder():
     def f(m, h):
         y = m.q(h)
-        with torch.no_grad(): move(m); key = m.k(h)
-        return y*key
+        for p,q in zip(m.k.parameters(), m.q.parameters()): p.data = p.data*.9+q.data*.1
+        return y*m.k(h).detach()
     m = Odd(f, q=lin(), k=lin())
     for p in m.k.parameters(): p.requires_grad_(False)
     return m
-
-@kind(moves)
-def data_of_an_encoder():
-    def move(m):
-        for p,q in zip(m.k.parameters(), m.q.parameters()): p.data = p.data*.9+q.data*.1
-    return momentum_encoder(move)
 
 @kind(moves)
 def averaged_model():
@@ -221,31 +207,25 @@ def averaged_model():
 
 weight = 'what a norm gets depends on the batch'
 
-def batch_norm(f):
-    def run(m, h): return F.batch_norm(h, **{**dict(running_mean=None, running_var=None, training=True), **f(m, h)})
-    return Odd(run, mean=torch.zeros(8).double(), var=torch.ones(8).double())
+def batch_norm(h, running_mean=None, running_var=None, **kwargs):
+    return F.batch_norm(h, running_mean, running_var, training=True, **kwargs)
 
-@kind(weight, E, G)
-def weight_from_the_mean(): return batch_norm(lambda m, h: dict(weight=1+h.mean(0)))
+@odd(weight, E, G)
+def weight_from_the_mean(m, h): return batch_norm(h, weight=1+h.mean(0))
 
-@kind(weight, E, G)
-def momentum_from_the_size():
-    return batch_norm(lambda m, h: dict(running_mean=m.mean, running_var=m.var, momentum=1/len(h)))
+@odd(weight, E, G, mean=lambda: torch.zeros(8).double(), var=lambda: torch.ones(8).double())
+def momentum_from_the_size(m, h): return batch_norm(h, m.mean, m.var, momentum=1/len(h))
 
 part = 'draws into a part of a tensor, or in an unusual operation'
 
-def in_part(fill):
-    def f(m, h):
-        e = torch.zeros(len(h), 40).to(h)
-        fill(e)
-        return h+e.view(len(h), 5, 8).sum(1)
-    return Odd(f)
+@odd(part, E, G)
+def normal_of_some_columns(m, h):
+    e = torch.zeros(len(h), 40).to(h)
+    e[:,:24].normal_()
+    return h+e.view(len(h), 5, 8).sum(1)
 
-@kind(part, E, G)
-def normal_of_some_columns(): return in_part(lambda e: e[:,:24].normal_())
-
-@kind(part, E, G)
-def random_slopes(): return Odd(lambda m, h: F.rrelu(h, .1, .3, training=True))   # it fills in its noise itself
+@odd(part, E, G)
+def random_slopes(m, h): return F.rrelu(h, .1, .3, training=True)   # it fills in its noise itself
 
 backward = 'a backward pass that looks at the batch'
 
@@ -255,29 +235,23 @@ class Centred(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g): return g-g.mean(0)
 
-def hooked(f):
-    def run(m, h):
-        h = h.tanh()
-        if h.requires_grad: h.register_hook(f)
-        return h
-    return Odd(run)
+@odd(backward)
+def function_of_autograd(m, h): return Centred.apply(h)
 
-@kind(backward)
-def function_of_autograd(): return Odd(lambda m, h: Centred.apply(h))
-
-@kind(backward)
-def hook_that_normalises(): return hooked(lambda g: g/g.norm())
+@odd(backward)
+def hook_that_normalises(m, h):
+    h = h.tanh()
+    if h.requires_grad: h.register_hook(lambda g: g/g.norm())
+    return h
 
 hidden = 'modules in a plain list'
 
 def aside(): return nn.BatchNorm1d(8).double()
 
-@kind(hidden, E, G)
-def modules_in_a_list():
-    def f(m, h):
-        for l in m.ls: h = l(h).tanh()
-        return h
-    return Odd(f, ls=[aside(),aside()])
+@odd(hidden, E, G, ls=lambda: [aside(),aside()])
+def modules_in_a_list(m, h):
+    for l in m.ls: h = l(h).tanh()
+    return h
 
 @kind(hidden, E, G)
 def module_in_a_closure():
@@ -286,32 +260,28 @@ def module_in_a_closure():
 
 pairs = 'logits of all pairs'
 def each_its_own(pred, y): return F.cross_entropy(pred, torch.arange(len(pred)))
+def similar(m, h): return h@m.lin(h).t()
 
 @kind(pairs, loss=each_its_own, whole=True)
-def similarities(): return Full(Odd(lambda m, h: h@m.lin(h).t(), lin=lin()))
+def similarities(): return Full(Odd(similar, lin=lin()))
 
 @kind(pairs, loss=lambda p, y: F.softplus(p).mean(), whole=True)
 def each_pair_once():
-    return Full(Odd(lambda m, h: (h@m.lin(h).t())[torch.triu(torch.ones(len(h), len(h)), 1).bool()], lin=lin()))
+    return Full(Odd(lambda m, h: similar(m, h)[torch.triu(torch.ones(len(h), len(h)), 1).bool()], lin=lin()))
 
 picks = 'indices drawn over the batch'
 
-@kind(picks, E, G)
-def random_partners(): return Odd(lambda m, h: h+.5*h[torch.randint(len(h), (len(h),))])
-
-@kind(picks, E, G)
-def order_of_numpy(): return Odd(lambda m, h: .7*h+.3*h[np.random.permutation(len(h))])
+odds(odd(picks, E, G), random_partners=lambda m, h: h+.5*h[torch.randint(len(h), (len(h),))],
+     order_of_numpy=lambda m, h: .7*h+.3*h[np.random.permutation(len(h))])
 
 gone = 'an attribute that is gone at the end'
 
-def kept_for_a_while(m, h):
+@odd(gone, E, G, a=norm, b=norm, tmp=noop)
+def none_again(m, h):
     m.tmp = m.a(h)
     y = m.b(h.tanh())+m.tmp
     m.tmp = None
     return y
-
-@kind(gone, E, G)
-def none_again(): return Odd(kept_for_a_while, a=norm(), b=norm(), tmp=None)
 
 # here the module ends the block, and PyTorch stops a second run as soon as it has what the backward pass needs
 
@@ -330,24 +300,6 @@ class Logits(Callback):
     "Takes the logits of the last token, as users do"
     def after_pred(self): self.learn.pred = self.pred['logits'][:,-1].double()
 
-class Cached(nn.Module):
-    "A language model that returns what its blocks have put into a cache"
-    def __init__(self):
-        super().__init__()
-        self.emb,self.blocks,self.head = nn.Embedding(50,8),nn.ModuleList(Puts() for _ in range(2)),nn.Linear(8,50)
-    def forward(self, x):
-        h,cache = self.emb(x),types.SimpleNamespace(hs=[])
-        for b in self.blocks: h = b(h, cache)
-        return dict(logits=self.head(h), past_key_values=cache)
-
-class Puts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a,self.b = lin(),lin()
-    def forward(self, h, cache):
-        cache.hs.append(self.a(h))
-        return (h+self.b(torch.stack(cache.hs)).sum(0)).tanh()
-
 @kind(cache, cbs=Logits, data=tokens, whole=True, says='use_cache')
 def gpt2():
     tf = pytest.importorskip('transformers', reason='tests a model of transformers, which is not installed')
@@ -355,7 +307,17 @@ def gpt2():
     return tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=50, bos_token_id=0, eos_token_id=1, **config))
 
 @kind(cache, cbs=Logits, data=tokens, whole=True)
-def cache_in_an_object(): return Cached()
+def cache_in_an_object():
+    "A language model that returns what its blocks have put into a cache"
+    def block(m, h, cache):
+        cache.hs.append(m.a(h))
+        return (h+m.b(torch.stack(cache.hs)).sum(0)).tanh()
+    def f(m, x):
+        h,cache = m.emb(x),types.SimpleNamespace(hs=[])
+        for b in m.blocks: h = b(h, cache)
+        return dict(logits=m.head(h), past_key_values=cache)
+    return Odd(f, emb=nn.Embedding(50,8), head=nn.Linear(8,50),
+               blocks=nn.ModuleList(Odd(block, a=lin(), b=lin()) for _ in range(2)))
 
 layerdrop = 'draws that depend on an earlier draw (LayerDrop)'
 
@@ -364,101 +326,80 @@ def dropped(skips):
         for l in m.ls:
             if not skips(h): h = F.dropout(l(h).tanh(), .3)
         return h
-    return Odd(f, ls=nn.ModuleList(lin() for _ in range(4)))
+    return f
 
-@kind(layerdrop, E, G)
-def layerdrop_by_torch(): return dropped(lambda h: torch.rand(())<.5)
-
-@kind(layerdrop, E, G)
-def dropout_where_features_are_large(): return dropped(lambda h: h.detach().mean()<0)
+odds(odd(layerdrop, E, G, ls=lambda: nn.ModuleList(lin() for _ in range(4))),
+     layerdrop_by_torch=dropped(lambda h: torch.rand(())<.5),
+     dropout_where_features_are_large=dropped(lambda h: h.detach().mean()<0))
 
 later = 'is switched in the middle of an epoch'
 
-class Switch(Callback):
-    "Calls `f(odd module)` before the third batch"
-    def __init__(self, f): self.f = f
-    def before_batch(self):
-        if self.iter==2: self.f(self.model.block.odd)
+def switch(f):
+    "A callback that calls `f(odd module)` before the third batch"
+    def before_batch(cb):
+        if cb.iter==2: f(cb.model.block.odd)
+    return lambda: Callback(before_batch=before_batch)
 
-def centred(on):
-    "Looks at the batch from some time on"
-    return Odd(lambda m, h: h-h.mean(0) if on(m) else h, n=0, on=False, o=types.SimpleNamespace(n=0))
+@odd(later, o=counting, kw=dict(cbs=switch(lambda m: setattr(m.o, 'n', 3))))
+def by_a_flag_of_an_object(m, h): return h-h.mean(0) if m.o.n>2 else h
 
-@kind(later, cbs=lambda: Switch(lambda m: setattr(m.o, 'n', 3)))
-def by_a_flag_of_an_object(): return centred(lambda m: m.o.n>2)
+@odd(later, n=zero)
+def by_an_int(m, h): m.n += 1; return h-h.mean(0) if m.n>2 else h
 
-@kind(later)
-def by_an_int():
-    def on(m): m.n += 1; return m.n>2
-    return centred(on)
-
-@kind(later, E, G, cbs=lambda: Switch(lambda m: m.drop.train()))
+@kind(later, E, G, cbs=switch(lambda m: m.drop.train()))
 def dropout_that_begins_later():
     m = Odd(lambda m, h: m.drop(h), drop=nn.Dropout(.3))
     m.train = lambda mode=True: (nn.Module.train(m, mode), m.drop.eval())[0]
     return m
 
+# ---- controls
+
 odd_draws = 'draws in an odd way, and right'
 
-@control(odd_draws, E, G)
-def views_side_by_side():
-    def f(m, h): return F.dropout(torch.stack([h,h.flip(1)], 1).flatten(0,1), .1).view(-1,2,8).sum(1)
-    return Odd(f)
+odds(odd(odd_draws, E, G, to=controls),
+     views_side_by_side=lambda m, h: F.dropout(torch.stack([h,h.flip(1)], 1).flatten(0,1), .1).view(-1,2,8).sum(1),
+     rare_dropout=lambda m, h: F.dropout(h, .02))
 
-@control(odd_draws, E, G)
-def rare_dropout(): return Odd(lambda m, h: F.dropout(h, .02))
+@odd(odd_draws, E, G, to=controls, a=norm, b=norm)
+def dropout_between_norms(m, h): return m.b(F.dropout(m.a(h).tanh(), .3))
 
-@control(odd_draws, E, G)
-def dropout_between_norms():
-    return Odd(lambda m, h: m.b(F.dropout(m.a(h).tanh(), .3)), a=norm(), b=norm())
+anneals = 'counts or anneals'
 
-counting = 'counts or anneals'
+@odd(anneals, to=controls, t=lambda: 1.)
+def temperature(m, h): m.t *= .9; return h/m.t
 
-@control(counting)
-def temperature():
-    def f(m, h): m.t *= .9; return h/m.t
-    return Odd(f, t=1.)
+@odd(anneals, to=controls, n=zero)
+def counter(m, h): m.n += 1; return h*(1+.1*m.n)
 
-@control(counting)
-def counter():
-    def f(m, h): m.n += 1; return h*(1+.1*m.n)
-    return Odd(f, n=0)
-
-@control(counting)
+@kind(anneals, to=controls)
 def counter_in_a_buffer():
     def f(m, h): m.n.add_(1); return h*m.n.clone()
-    m = Odd(f)
-    m.register_buffer('n', torch.zeros(()))
-    return m
+    return buffered(f, n=torch.zeros(()))
 
 keeping = 'keeps what has a row for each sample'
 
-@control(keeping, E, G)
+@kind(keeping, E, G, to=controls)
 def hook_for_cam_between_norms():
     m = Odd(lambda m, h: m.b(m.a(h).tanh()), a=norm(), b=norm())
     hook = hook_output(m.a)
     return m
 
-@control(keeping)
-def rows_that_are_kept():
-    def f(m, h): m.feats = h.tanh(); return m.feats*2
-    return Odd(f, feats=None)
+@odd(keeping, to=controls, feats=noop)
+def rows_that_are_kept(m, h): m.feats = h.tanh(); return m.feats*2
 
 ordinary = 'ordinary'
 
-@control(ordinary)
-def reversed_gradient():
-    class Reverse(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x): return x.clone()
-        @staticmethod
-        def backward(ctx, g): return -.3*g
-    return Odd(lambda m, h: Reverse.apply(h).tanh())
+class Reverse(Centred):
+    @staticmethod
+    def backward(ctx, g): return -.3*g
 
-@control(ordinary, loss=lambda p, y: F.cross_entropy(p['logits'], y)+p['extra'].square().mean(), whole=True)
+@odd(ordinary, to=controls)
+def reversed_gradient(m, h): return Reverse.apply(h).tanh()
+
+@kind(ordinary, to=controls, loss=lambda p, y: F.cross_entropy(p['logits'], y)+p['extra'].square().mean(), whole=True)
 def dictionary(): return Full(Odd(lambda m, h: dict(logits=m.lin(h)[:,:3], extra=h), lin=lin()))
 
-@control(ordinary, data=lambda: ((features(n),features(n, 8, 3)), classes(n)), whole=True)
+@kind(ordinary, to=controls, data=lambda: ((features(n),features(n, 8, 3)), classes(n)), whole=True)
 def two_inputs(): return Full(Odd(lambda m, h, z: m.lin(h*z)[:,:3], lin=lin()))
 
 # ---- training in both ways
@@ -489,29 +430,25 @@ def _inside(o):
     foreign = isinstance(o, (Hook,Hooks)) or type(o).__module__.startswith(('torch','transformers'))
     return () if foreign else getattr(o, '__dict__', {}).items()
 
-def generators():
-    numpy = np.random.get_state(legacy=False)
-    return dict(torch=torch.get_rng_state(), python=str(random.getstate()), numpy=str(numpy))
-
 def now(model):
     "All that a step, or a refusal, could have moved"
     odd = getattr(getattr(model, 'block', None), 'odd', None)
-    return {**dict(held(model)), **dict(held(type(odd), 'class')), **generators()}
+    return {**dict(held(model)), **dict(held(type(odd), 'class')), 'torch':torch.get_rng_state(),
+            'python':str(random.getstate()), 'numpy':str(np.random.get_state(legacy=False))}
 
 class Notes(Callback):
     "What the model holds and where the generators stand: before a batch, when the loss reads it, and after the batch"
     order = 10_000
     def __init__(self): self.start,self.read,self.n = None,[],0
-    def before_fit(self): self.start = now(self.model)
     def before_batch(self): self.start = now(self.model)
+    before_fit = before_batch
     def after_pred(self): self.read.append(now(self.model))
     def after_batch(self): self.read.append(now(self.model)); self.n += 1
 
 def way_of(way, model):
     "The callback for `way`"
-    if way==E: return MicroBatch(small, exact=True)
-    if way==C: return MicroBatch(small, coupled=True)
-    return GradientCheckpointing([model.block] if hasattr(model, 'block') else None)
+    if way==G: return GradientCheckpointing([model.block] if hasattr(model, 'block') else None)
+    return MicroBatch(small, **{way:True})
 
 def train(k, way=None):
     "The learner of `k`, the notes on its fit, and the error that stopped it"
@@ -530,11 +467,10 @@ def differs(a, b):
     "The largest relative error between two notes, and where it is"
     if set(a)!=set(b): return math.inf,', '.join(sorted(set(a)^set(b))[:3])
     def off(x, y):
-        if isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape==y.shape:
-            x,y = x.double(),y.double()
-            return ((x-y).norm()/y.norm().clamp(min=1e-3)).item()
-        if isinstance(x, float) and isinstance(y, float): return abs(x-y)/max(abs(y), 1e-3)
-        return math.inf if isinstance(x, Tensor) or isinstance(y, Tensor) or x!=y else 0.
+        if type(x) is not type(y): return math.inf
+        if not isinstance(x, (Tensor,float)): return 0. if x==y else math.inf
+        x,y = (torch.as_tensor(o).double() for o in (x,y))
+        return ((x-y).norm()/y.norm().clamp(min=1e-3)).item() if x.shape==y.shape else math.inf
     return max(((off(a[k], v),k) for k,v in b.items()), default=(0.,''))
 
 _whole = {}

@@ -3,6 +3,7 @@
     @row('Callbacks', 'GradientClip', note='sees finished gradients')
     def test_gradient_clip(works): works(*pair(GradientClip))
 
+or, in a test of many rows, `test_rows = alike(case('Callbacks', 'GradientClip', cbs=GradientClip), …)`.
 `make works` runs them all and writes `works_with.json`, which the page reads."""
 import importlib,json,pytest,re
 from harness import *
@@ -57,14 +58,17 @@ class Works:
     def refused(self, exc, match):
         "What a user sees where something does not work"
         with pytest.raises(exc, match=match) as e: yield
-        # one sentence: PyTorch goes on for a page
+        # one sentence, since PyTorch goes on for a page, without what fastai puts before an error of a callback
         text = ' '.join(f'{e.type.__name__}: {e.value}'.split('. ')[0].split())
-        # what fastai puts before an error of a callback
         text = re.sub(r'Exception occured in `\w+` when calling event `\w+`: ', '', text)
         self._result()['raises'] = text
         page = committed().get(key(self.row))
         if page and 'AccumulateStep:' in text and not self.writing:
             assert text==page['raises'], 'the page shows another error: run `make works`'
+    def fails_anyway(self, exc, match, train):
+        "`train(cbs)` fails in the same way with plain fastai"
+        for cbs in [],[AccumulateStep(4)]:
+            with self.refused(exc, match): train(cbs)
 
 def once(learn): learn.fit_one_cycle(2, 0.02)
 
@@ -81,5 +85,28 @@ def pair(cbs=None, n=76, bs=8, n_step=4, fit=once, dls=make_dls, model=None, dro
         cbs = None
         assert worst(train(bs*n_step, []), b)[0]>1e-6, 'the callback changes nothing, so any comparison would do'
     return a,b
+
+tails = dict(drop_last=False),dict(drop_last=True)
+
+def given(cb, *kws): return [dict(cbs=partial(cb, **kw)) for kw in kws]
+
+def case(group, name, *trainings, compared='everything', tol=TOL, note='', check=None, **kwargs):
+    """A row of `alike`, for which `pair` trains with `kwargs` and each of `trainings`. What a fit or a callback has put
+    into `learn.got` is compared too, and `check(a, b)` must be true"""
+    return pytest.param([{**kwargs, **o} for o in trainings or [{}]], check, id=re.sub(r'\W+', '_', name),
+                        marks=row(group, name, compared, tol, note))
+
+def alike(*cases):
+    "A test of rows that compare everything"
+    @pytest.mark.parametrize('trainings,check', cases)
+    def test(trainings, check, works, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)   # where callbacks write files
+        def train(kw):
+            a,b = pair(**kw)
+            works(a, b)
+            works.same(*(vars(o).get('got', ()) for o in (a,b)), 'got')
+            assert not check or check(a, b)
+        each(kw=trainings)(train)()
+    return test
 
 __all__ = [o for o in globals() if not o.startswith(('_','test'))]

@@ -7,7 +7,6 @@ from pathlib import Path
 import fastai_accum
 
 NBS = Path(__file__).resolve().parent.parent/'nbs'
-FOLDERS = 'tutorials','howto'   # of pages that are pasted whole; of the others, the first half
 HIDDEN = {'hide','export','exporti','exports','default_exp'}   # nbdev leaves these out, or shows documentation instead
 
 def is_visible(source):
@@ -19,7 +18,7 @@ def is_visible(source):
 def cells(path):
     "What a reader copies from page `path`: all of a lesson or how-to, half of another page"
     found = json.loads(path.read_text(encoding='utf-8'))['cells']
-    n = len(found) if path.parent.name in FOLDERS else (len(found)+1)//2
+    n = len(found) if path.parent.name in ('tutorials','howto') else (len(found)+1)//2
     sources = [''.join(c['source']) for c in found[:n] if c['cell_type']=='code']
     return [o for o in sources if o and is_visible(o)]
 
@@ -35,8 +34,7 @@ for source in json.load(sys.stdin):
 def paste(sources, folder):
     "Run `sources` in a new notebook in the empty `folder`: the first cell that fails and its error, or nothing"
     pytest.importorskip('execnb', reason='nbdev, which runs notebooks, needs a newer fastcore')
-    site,empty = folder/'site',folder/'empty'
-    for o in site,empty: o.mkdir(parents=True)
+    for o in (site := folder/'site'),(empty := folder/'empty'): o.mkdir(parents=True)
     (site/'fastai_accum').symlink_to(Path(fastai_accum.__file__).parent)
     env = os.environ | dict(PYTHONPATH=str(site), PYTHONWARNINGS='ignore', MPLBACKEND='agg')
     res = subprocess.run([sys.executable, '-c', NOTEBOOK], input=json.dumps(sources), cwd=empty, env=env,

@@ -25,83 +25,77 @@ N = 96
 W = torch.tensor([1.,10.,3.]).double()
 
 def cut(world, sizes):
-    """The samples of each micro-batch, for each process. `sizes` is one list for all processes, or a list for each
-    process"""
+    "The samples of each micro-batch, for each process. `sizes` is one list for all processes, or one for each"
     sizes = sizes if is_listy(sizes[0]) else [sizes]*world
-    res,i = [[] for _ in range(world)],0
+    res,i = [[] for _ in range(world)],iter(range(N))
     for k in range(max(map(len, sizes))):
-        for r in range(world):
-            if k<len(sizes[r]): res[r].append(list(range(i, i+sizes[r][k]))); i += sizes[r][k]
+        for o,s in zip(res, sizes): o += [list(itertools.islice(i, n)) for n in s[k:k+1]]
     return res
 
 def placed(o): return o.to(here.device) if here.device else o   # where this process trains
 def batches(idxs, y): return [(placed(features(N)[i]), placed(y[i])) for i in idxs]
 
-def train(dls, model, cbs=None, loss_func=None, fit=None, opt_func=Adam):
-    learn = make_learner(dls, model, loss_func=loss_func, opt_func=opt_func, splitter=trainable_params, cbs=cbs)
-    (fit or (lambda l: l.fit_one_cycle(2, .02)))(learn)
-    return learn
-
-def no_batch(cb): raise CancelBatchException
-def leave_out_first(cb):
-    if cb.training and cb.micro.i==0: raise CancelBatchException
+def once(learn, **kwargs): learn.fit_one_cycle(2, .02, **kwargs)
+def rank(): return int(os.environ.get('RANK', 0))
+def cancel(): raise CancelBatchException
 
 class Case:
-    "Micro-batches of each process, and how they are trained on"
-    def __init__(self, sizes, n_step=4, y=None, loss_func=None, cbs=None, model=small_model, fit=None, ddp=None,
-                 acc=None, left_out=(), leave=None, but=()):
+    "Micro-batches of each process, and how they are trained on; `one` makes the callbacks of the one process"
+    def __init__(self, sizes, n_step=4, y=None, loss_func=None, cbs=list, one=None, model=small_model, fit=once,
+                 wrap=DDP, acc=None, left_out=(), leave='after_loss', joins=None, first=noop, but=()):
         store_attr()
-        self.y = classes(N) if y is None else y
+        self.y,self.one = classes(N) if y is None else y,one or cbs
     def dls(self, idxs):
         return DataLoaders(DataLoader(batches(idxs, self.y), bs=None),
                            DataLoader(batches([list(range(16))], self.y), bs=None), device=here.device)
-    def dropper(self, rank):
-        "Leaves out the micro-batches that the case names, in the way that it names"
-        event,f = self.leave or ('after_loss', no_batch)
-        return Callback(**{event: lambda cb: f(cb) if cb.training and (rank,cb.micro.i) in self.left_out else None})
+    def train(self, dls, model, cbs):
+        learn = make_learner(dls, model, loss_func=self.loss_func, splitter=trainable_params, cbs=cbs)
+        self.fit(learn)
+        return learn
+    def callbacks(self, rank):
+        "With one that leaves out the micro-batches that the case names"
+        def drops(cb): return cancel() if cb.training and (rank,cb.micro.i) in self.left_out else None
+        return [AccumulateStep(**{'n_step':self.n_step, **(self.acc or {})}), Callback(**{self.leave:drops}),
+                *L(self.cbs())]
     def several(self, rank, world):
         "What process `rank` of `world` trains"
-        cbs = [AccumulateStep(**(self.acc or dict(n_step=self.n_step))), self.dropper(rank),
-               *L(self.cbs and self.cbs())]
-        learn = train(self.dls(cut(world, self.sizes)[rank]), DDP(placed(self.model()), **(self.ddp or {})), cbs,
-                      self.loss_func, self.fit)
+        self.first(rank, world)
+        learn = self.train(self.dls(cut(world, self.sizes)[rank]), self.wrap(placed(self.model())),
+                           self.callbacks(rank))
         assert learn.model.require_backward_grad_sync and 'forward' not in vars(learn.model), 'something is left behind'
         return learn
     def windows(self, world):
         "The samples of each window of all processes together"
-        cuts,n = cut(world, self.sizes),(self.acc or {}).get('n_step', self.n_step)
+        cuts = cut(world, self.sizes)
+        if self.joins: return self.joins(cuts)
         kept = [[m if (r,j) not in self.left_out else [] for j,m in enumerate(c)] for r,c in enumerate(cuts)]
-        at = lambda o, k: [i for c in o for m in c[k:k+1] for i in m]   # samples of the `k`th micro-batches
-        res = [[]]
-        for k in range(max(map(len, cuts))):
-            res[-1] += at(kept, k)
-            if k%n==n-1: res.append([])
-        if (self.acc or {}).get('drop_last'): res = res[:-1]
-        return [w for w in res if w]
+        at = [[i for c in kept for m in c[k:k+1] for i in m] for k in range(max(map(len, cuts)))]
+        return [w for o in chunked(at, self.n_step) if (w := sum(o, []))]
     def alone(self, world):
         "What one process trains on the large batches"
-        return train(self.dls(self.windows(world)), self.model(), self.cbs and self.cbs(), self.loss_func, self.fit)
+        return self.train(self.dls(self.windows(world)), self.model(), self.one())
 
 class Two(nn.Module):
-    "A branch that is used only where the first feature of the first sample is positive"
-    def __init__(self):
+    "A branch that is used only where the first feature of the first sample is positive, or never"
+    def __init__(self, never=False):
         super().__init__()
         torch.manual_seed(0)
-        self.a,self.b = nn.Linear(6,3).double(),nn.Linear(6,3).double()
-    def forward(self, x): return self.a(x)+self.b(x)*(x[:,:1]>.5).double() if (x[:,0]>.5).any() else self.a(x)
+        self.a,self.b,self.never = nn.Linear(6,3).double(),nn.Linear(6,3).double(),never
+    def forward(self, x):
+        if self.never or not (x[:,0]>.5).any(): return self.a(x)
+        return self.a(x)+self.b(x)*(x[:,:1]>.5).double()
 
 class Buffered(nn.Module):
     "A model with a buffer, which the processes exchange in the first forward pass after a step"
     def __init__(self): super().__init__(); self.body = small_model(); self.register_buffer('b', torch.ones(3).double())
     def forward(self, x): return self.body(x)*self.b
 
-class ValidatesEarly(Callback):
+def validates_early(cb):
     "Validates before the training loop, and puts the learner back"
-    def before_train(self):
-        dl = self.learn.dl
-        self.learn.validate()
-        self.learn.dl,self.learn.training = dl,True
-        self.model.train()
+    dl = cb.dl
+    cb.learn.validate()
+    cb.learn.dl,cb.learn.training = dl,True
+    cb.model.train()
 
 def without_recorder(learn):
     rec = learn.recorder
@@ -111,18 +105,12 @@ def without_recorder(learn):
     for k in ('lrs','losses','values','iters'): setattr(rec, k, [])
     learn.smooth_loss = learn.final_record = None
 
-class Never(Two):
-    "A branch that is never used"
-    def forward(self, x): return self.a(x)
-
 def cut_unequally(learn):
     "A fit that is cancelled when process 1 has run the model and process 0 has not"
     def stop(cb):
         if cb.training and cb.micro.i==1: raise CancelTrainException
-    if isinstance(learn.model, DDP):
-        cbs = [Callback(before_batch=stop)]
-        if rank_distrib()==0: cbs.append(Callback(before_batch=leave_out_first))
-        learn.fit(1, .02, cbs=cbs)
+    def first(cb): return cancel() if cb.training and cb.micro.i==0 and rank()==0 else None
+    if isinstance(learn.model, DDP): learn.fit(1, .02, cbs=[Callback(before_batch=stop), Callback(before_batch=first)])
     learn.spy.steps = []
     learn.fit(1, .02)
 
@@ -130,38 +118,45 @@ def with_train_metrics(learn):
     learn.recorder.train_metrics,learn.metrics = True,accuracy
     learn.fit(1, .02)
 
-def ignored(*which): y = classes(N); y[[i for w in which for i in w]] = -100; return y
-def of_class_0(*which): y = classes(N).clamp(min=1); y[[i for w in which for i in w]] = 0; return y
-def once(learn): learn.fit_one_cycle(2, .02)
-def find(learn, **kwargs):
-    learn.path = Path(os.environ.get('SEVERAL_PATH', '.'))
-    learn.lr_find(show_plot=False, suggest_funcs=None, **{**dict(num_it=12, stop_div=False), **kwargs})
-    learn.fit(1, .02)
+def find(learn):
+    learn.path = Path(os.environ['SEVERAL_PATH'])
+    learn.lr_find(show_plot=False, suggest_funcs=None, num_it=12, stop_div=False)
 
+def of(value, *which):
+    "Targets, in which those of some samples have this value and no others do"
+    y = classes(N).clamp(min=value+1)
+    y[[i for w in which for i in w]] = value
+    return y
+
+weighted,uneven = nn.CrossEntropyLoss(weight=W),[[1,7,2,5,3], [6,1,4,2,2], [3,3,1,1,5]]
 cases = dict(
     tail          = Case([4]*6),
     one_window    = Case([4]*2),
-    events_weighed= Case([[1,7,2,5,3], [6,1,4,2,2], [3,3,1,1,5]], cbs=probes, loss_func=nn.CrossEntropyLoss(weight=W)),
-    early_valid   = Case([4]*6, cbs=ValidatesEarly),
+    events_weighed= Case(uneven, cbs=probes, loss_func=weighted),
+    early_valid   = Case([4]*6, cbs=lambda: Callback(before_train=validates_early)),
     no_recorder   = Case([4]*6, fit=without_recorder),
     no_accum      = Case([4]*3, n_step=1),
-    uneven        = Case([[1,7,2,5,3], [6,1,4,2,2], [3,3,1,1,5]]),
-    weighted      = Case([4]*6, loss_func=nn.CrossEntropyLoss(weight=W)),
-    one_is_empty  = Case([4]*4, y=ignored(range(0,4), range(12,16), range(8,12))),
+    uneven        = Case(uneven),
+    weighted      = Case([4]*6, loss_func=weighted),
+    one_is_empty  = Case([4]*4, y=of(-100, range(0,4), range(12,16), range(8,12))),
     dropped_last  = Case([4]*8, left_out={(0,3),(1,7)}),
     dropped_all   = Case([4]*8, left_out={(1,0),(1,1),(1,2),(1,3)}),
-    kept_sum      = Case([4]*6, loss_func=nn.CrossEntropyLoss(reduction='sum'), acc=dict(n_step=4, average=False)),
-    unused_drop   = Case([4]*8, model=Two, ddp=dict(find_unused_parameters=True), left_out={(0,3),(1,7)}),
-    static        = Case([4]*6, ddp=dict(static_graph=True)),
+    kept_sum      = Case([4]*6, loss_func=nn.CrossEntropyLoss(reduction='sum'), acc=dict(average=False)),
+    unused_drop   = Case([4]*8, model=Two, wrap=partial(DDP, find_unused_parameters=True), left_out={(0,3),(1,7)}),
+    static        = Case([4]*6, wrap=partial(DDP, static_graph=True)),
     short_epoch   = Case([2]*12, n_step=1, fit=lambda l: l.fit(2, .02), cbs=lambda: ShortEpochCallback(.4)),
-    early_drop    = Case([4]*8, left_out={(0,3),(1,5)}, leave=('before_batch', no_batch)),
+    early_drop    = Case([4]*8, left_out={(0,3),(1,5)}, leave='before_batch'),
     buffers_drop  = Case([4]*8, model=Buffered, left_out={(0,3),(1,4),(1,5),(1,6),(1,7)}),
-    unused_never  = Case([4]*8, model=Never, ddp=dict(find_unused_parameters=True), left_out={(1,k) for k in range(4)}),
-    static_unused = Case([4]*6, ddp=dict(find_unused_parameters=True, static_graph=True)),
+    unused_never  = Case([4]*8, model=partial(Two, True), wrap=partial(DDP, find_unused_parameters=True),
+                         left_out={(1,k) for k in range(4)}),
+    static_unused = Case([4]*6, wrap=partial(DDP, find_unused_parameters=True, static_graph=True)),
     cut_unequally = Case([4]*8, model=Buffered, fit=cut_unequally),
     rank_weighs_0 = Case([4]*4, loss_func=nn.CrossEntropyLoss(weight=tensor([0.,1.,3.]).double()),
-                         y=of_class_0(range(4,8), range(12,16), range(20,24), range(28,32))),
+                         y=of(0, range(4,8), range(12,16), range(20,24), range(28,32))),
     train_metrics = Case([4]*6, fit=with_train_metrics),
+    shorter_tail  = Case([[4]*8, [4]*6]),
+    empty          = Case([[4]*4, []]),
+    metrics_uneven = Case([[4]*5, [4]*4], fit=with_train_metrics),
 )
 
 def cpu_broadcast(self, t, rank):
@@ -171,132 +166,105 @@ def cpu_broadcast(self, t, rank):
     return t.tolist()
 
 class InContext(Case):
-    """fastai's `distrib_ctx`, which splits the samples of one loader over the processes. It repeats samples if their
-    number cannot be divided evenly"""
-    leave,but = None,()
-    def __init__(self, bs, n=N, drop_last=False, n_step=4, fit=None, acc=None, patch=False, cbs=None,
-                 torch_dl=False, left_out=()):
+    "fastai's `distrib_ctx` splits the samples of one loader, and repeats some if their number cannot be divided"
+    def __init__(self, n=90, drop_last=False, patch=False, torch_dl=False, **kwargs):
+        super().__init__(None, **kwargs)
         store_attr()
-        self.y,self.loss_func,self.model = classes(N),None,small_model
     def several(self, rank, world):
         DistributedDL._broadcast = cpu_broadcast
-        cbs = [*([] if self.patch else [AccumulateStep(**(self.acc or dict(n_step=self.n_step)))]),
-               *L(self.cbs and self.cbs())]
-        dls = make_dls(self.n, self.bs, self.y[:self.n], self.drop_last, shuffle=False, x=features(N)[:self.n])
-        if self.torch_dl:
-            dls.loaders[0] = torch.utils.data.DataLoader(dls.train.dataset, self.bs, drop_last=self.drop_last)
-        learn,loader = make_learner(dls, splitter=trainable_params, cbs=[*cbs, self.dropper(rank)]),dls.train
-        with learn.distrib_ctx(cpu=True, sync_bn=False), accumulation(self.n_step) if self.patch else nullcontext():
-            (self.fit or once)(learn)
+        dls = make_dls(self.n, 4, self.y[:self.n], self.drop_last, shuffle=False, x=features(N)[:self.n])
+        if self.torch_dl: dls.loaders[0] = torch.utils.data.DataLoader(dls.train.dataset, 4, drop_last=self.drop_last)
+        learn = make_learner(dls, splitter=trainable_params, cbs=self.callbacks(rank)[self.patch:])
+        loader,patch = dls.train,accumulation(self.n_step) if self.patch else nullcontext()
+        with learn.distrib_ctx(cpu=True, sync_bn=False), patch: self.fit(learn)
         assert not isinstance(learn.model, DDP) and learn.dls.train is loader, 'the context has left something behind'
         return learn
     def windows(self, world):
-        each,(bs,k) = -(-self.n//world),(self.bs,self.n_step)
-        idxs = (list(range(self.n))*2)[:each*world]
-        n = each//bs//k*k*bs if self.drop_last else each
-        parts = [[i if (r,j//bs) not in self.left_out else None for j,i in enumerate(idxs[r*each:(r+1)*each])]
-                 for r in range(world)]
-        return [[i for p in parts for i in p[w:min(w+k*bs,n)] if i is not None] for w in range(0, n, k*bs)]
+        each,k = -(-self.n//world),4*self.n_step
+        idxs,n = (list(range(self.n))*2)[:each*world],each//k*k if self.drop_last else each
+        return [[i for p in chunked(idxs, each) for i in p[w:min(w+k,n)]] for w in range(0, n, k)]
 
-def grows(pct): return 1 if pct<.3 else 2 if pct<.6 else 3
-class Scheduled(Case):
-    "Windows on a schedule, against one process whose batches are those of all processes together"
-    def __init__(self, *args, acc=None, **kwargs):
-        super().__init__(*args, n_step=1, acc=acc or dict(n_step=grows), **kwargs)
-    def alone(self, world):
-        acc,self.acc = self.acc,None
-        dls,self.acc = self.dls(self.windows(world)),acc
-        return train(dls, self.model(), AccumulateStep(**acc), self.loss_func, self.fit)
 cases.update(
-    sched          = Scheduled([4]*8),
-    sched_weighted = Scheduled([4]*8, loss_func=nn.CrossEntropyLoss(weight=W)),
-    sched_drop     = Scheduled([4]*8, acc=dict(n_step=lambda pct: 3, drop_last=True)),
+    ctx_odd      = InContext(89),
+    ctx_drop_odd = InContext(59, n_step=2, drop_last=True),
+    ctx_drop_63  = InContext(63, n_step=2, drop_last=True),
+    ctx_patch    = InContext(patch=True),
+    ctx_samples  = InContext(n_step=3, acc=dict(n_samples=20, n_step=None)),
+    ctx_torch    = InContext(drop_last=True, torch_dl=True),
+    ctx_after    = InContext(fit=lambda l: (l.fit(1, .02), l.fit_one_cycle(1, .02))),
+    ctx_scaler   = InContext(cbs=lambda: [OnCpu(init_scale=2.**10, growth_interval=2), GradientClip(.1)]),
+)
+
+def scheduled(acc, **kwargs):
+    "Windows on a schedule, against one process whose batches are those of all processes together"
+    return Case([4]*8, 1, acc=acc, one=lambda: AccumulateStep(**acc), **kwargs)
+cases.update(
+    sched      = scheduled(dict(n_step=lambda pct: 1 if pct<.3 else 2 if pct<.6 else 3), loss_func=weighted),
+    sched_drop = scheduled(dict(n_step=lambda pct: 3, drop_last=True)),
 )
 
 class Messages(EachMicro):
     "The bytes of each message that is sent for a micro-batch, and the gradients after its backward pass"
     order,run_valid = -2000,False
     def before_fit(self):
-        self.learn.seen,self.sent = [],[]
+        self.learn.seen,self.sent,self.plain = [],[],{k:getattr(dist, k) for k in ('all_gather','all_reduce')}
         # goes through `all_reduce`, where it is counted
         if isinstance(self.model, DDP): self.model.register_comm_hook(None, allreduce_hook)
-        self.old,dist.all_reduce = dist.all_reduce,self.all_reduce
-    def all_reduce(self, t, *args, **kwargs):
-        self.sent.append(t.nbytes)
-        return self.old(t, *args, **kwargs)
+        for k,f in self.plain.items(): setattr(dist, k, partial(self.send, k, f))
+    def send(self, k, f, o, *args, **kwargs):
+        self.sent.append((k, getattr(o, 'nbytes', None)))
+        return f(o, *args, **kwargs)
     def after_backward(self): self.grads = [p.grad.clone() for p in self.model.parameters()]
     def after_batch(self):
         self.learn.seen.append((self.sent,self.grads))
         self.sent = []
-    def after_fit(self): dist.all_reduce = self.old
+    def after_fit(self):
+        for k,f in self.plain.items(): setattr(dist, k, f)
+
+class Sent(Messages):
+    "Counts the messages of each batch until its step"
+    order,each_micro_batch,after_backward,after_batch = 0,False,noop,noop
+    def before_batch(self): self.sent = []
+    def before_step(self): self.learn.seen.append(dict(Counter(k for k,_ in self.sent)))
 
 cases['messages'] = Case([4]*8, cbs=Messages, fit=lambda l: l.fit(1, .02))
-cases.update(
-    ctx_tail      = InContext(4, n=90),
-    ctx_odd       = InContext(4, n=89),
-    ctx_drop_odd  = InContext(4, n=59, n_step=2, drop_last=True),
-    ctx_patch     = InContext(4, n=90, patch=True),
-    ctx_samples   = InContext(4, n=90, n_step=3, acc=dict(n_samples=20)),
-    ctx_torch     = InContext(4, n=90, drop_last=True, torch_dl=True),
-    ctx_drop_63   = InContext(4, n=63, n_step=2, drop_last=True),
-    ctx_after     = InContext(4, n=90, fit=lambda l: (l.fit(1, .02), l.fit_one_cycle(1, .02))),
-    ctx_scaler    = InContext(4, n=90, cbs=lambda: [OnCpu(init_scale=2.**10, growth_interval=2), GradientClip(.1)]),
-)
 
-class Full(nn.Module):
-    "Runs out of memory in process 1, in the second epoch, when it sees more than two samples"
+class Full(Buffered):
+    "Runs out of memory in process 1: in the second epoch with more than two samples, or in validation"
     n_full = 0   # in the class, since a second try begins with what the model held before
-    def __init__(self): super().__init__(); self.body = Buffered(); self.n = 0
+    def __init__(self, valid=False): super().__init__(); self.valid,self.n = valid,0
     def forward(self, x):
         self.n += 1
-        if os.environ.get('RANK')=='1' and self.training and self.n>10 and len(x)>2:
+        full = len(x)>4 and not self.training if self.valid else len(x)>2 and self.training and self.n>10
+        if full and rank()==1:
             Full.n_full += 1
             raise RuntimeError('CUDA out of memory')
-        return self.body(x)
-
-class FullInValidation(Buffered):
-    "Runs out of memory in validation, in process 1"
-    def forward(self, x):
-        if os.environ.get('RANK')=='1' and not self.training and len(x)>4: raise RuntimeError('CUDA out of memory')
         return super().forward(x)
 
-class Cut(Case):
-    "With `MicroBatch` in the runs of several processes, and without it in the run of one process"
-    def alone(self, world):
-        cbs,self.cbs = self.cbs,None
-        learn = super().alone(world)
-        self.cbs = cbs
-        return learn
-    def several(self, rank, world):
-        learn = super().several(rank, world)
-        if self.model is Full: assert Full.n_full or not int(os.environ['RANK']), 'memory has not run out'
-        return learn
-
-cases.update(
-    cut          = Cut([[1,7,2,5,3], [6,1,4,2,2], [3,3,1,1,5]], cbs=lambda: MicroBatch(2)),
-    cut_coupled  = Cut([[1,7,2,5,3], [6,1,4,2,2], [3,3,1,1,5]], cbs=lambda: MicroBatch(2, coupled=True)),
-    auto         = Cut([4]*8, cbs=lambda: MicroBatch(), model=Full),
-    auto_coupled = Cut([4]*8, cbs=lambda: MicroBatch(coupled=True), model=Full),
-    auto_valid   = Cut([4]*8, cbs=lambda: MicroBatch(), model=FullInValidation),
-)
+def runs_out(learn):
+    Full.n_full = 0
+    once(learn)
+    assert Full.n_full or rank()!=1, 'memory has not run out'
 
 def normed():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6,8,bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(.2),
                          nn.Linear(8,3)).double()
 
-class Exact(Case):
+def exact_in_each(rank, world):
     "Each process's batch norm and dropout see its own whole batches, in slices or not"
-    def several(self, rank, world):
-        def one(*cbs):
-            set_seed(rank)
-            return train(self.dls(cut(world, self.sizes)[rank]), DDP(normed()), [AccumulateStep(2), *cbs])
-        a,b = one(MicroBatch(3, exact=True)),one()
-        assert_same(a, b)
-        return super().several(rank, world)
+    def one(*cbs):
+        set_seed(rank)
+        return Case([[8,5,8], [4,7,4], [2,4,8]], 2, model=normed, cbs=lambda: cbs).several(rank, world)
+    assert_same(one(MicroBatch(3, exact=True)), one())
 
-cases.update(
-    exact_uneven = Exact([[8,5,8], [4,7,4], [2,4,8]]),
+cases.update(   # slices in several processes, and none in the one process
+    cut          = Case(uneven, cbs=lambda: MicroBatch(2), one=list),
+    cut_coupled  = Case(uneven, cbs=lambda: MicroBatch(2, coupled=True), one=list),
+    auto         = Case([4]*8, cbs=MicroBatch, one=list, model=Full, fit=runs_out),
+    auto_coupled = Case([4]*8, cbs=lambda: MicroBatch(coupled=True), one=list, model=Full, fit=runs_out),
+    auto_valid   = Case([4]*8, cbs=MicroBatch, one=list, model=partial(Full, True), fit=runs_out),
+    exact_uneven = Case([4]*6, first=exact_in_each),
 )
 
 class CpuIsGpu:
@@ -323,14 +291,15 @@ def on_cpus():
     batchnorm.sync_batch_norm = SimpleNamespace(apply=sums)
 
 class Norms(nn.Module):
-    "Two batch norms, of which one is conditional, and one layer between them"
-    def __init__(self, affine=True, tracked=True, momentum=.1, frozen=False):
+    "Two batch norms, of which one is conditional, one layer between them, and maybe a norm whose output is not used"
+    def __init__(self, how=''):
         super().__init__()
         torch.manual_seed(0)
-        kw = dict(affine=affine, track_running_stats=tracked, momentum=momentum)
+        norm = partial(nn.BatchNorm1d, 8, affine=how!='plain', track_running_stats=how not in ('untracked','grouped'),
+                       momentum=None if how=='cumulates' else .1)
         self.a,self.b,self.c = (nn.Linear(*o, bias=False) for o in ((6,8),(8,8),(8,3)))
-        self.m,self.n = nn.BatchNorm1d(8, **kw),nn.BatchNorm1d(8, **kw)
-        self.frozen,self.skips = frozen,False
+        self.m,self.n,self.o = norm(),norm(),norm() if how=='unused' else noop
+        self.frozen,self.skips = how=='frozen',False
         self.double()
     def train(self, mode=True):
         super().train(mode)
@@ -338,176 +307,26 @@ class Norms(nn.Module):
         return self
     def forward(self, x):
         x = self.b(self.m(self.a(x)).tanh())
+        self.o(x)
         return self.c((x if self.skips else self.n(x)).tanh())
 
-class Skips(Callback):
-    "Leaves out a norm in every other batch"
-    def before_batch(self): get_model(self.model).skips = bool(self.iter%2)
-
-def rank(): return int(os.environ.get('RANK', 0))
+def skips(cb): get_model(cb.model).skips = bool(cb.iter%2)   # leaves out a norm in every other batch
+def skipping(): return Callback(before_batch=skips)
 def exact(*sizes): return lambda: [MicroBatch(sizes[rank()%len(sizes)], exact=True)]
 
-def synced(model):
+def synced(model, wrap=DDP):
     "`model` with ordinary batch norm synchronised"
+    on_cpus()
     for m in list(model.modules()):
         for k,o in m.named_children():
             if type(o) is nn.BatchNorm1d: setattr(m, k, nn.SyncBatchNorm.convert_sync_batchnorm(o))
-    return model.train()
+    return wrap(model.train())
 
-class Synced(Cut):
+def over_all(sizes, bs=(3,), n_step=1, cbs=None, one=list, model=Norms, wrap=synced, **kwargs):
     "Batch norm over all processes and slices, against ordinary batch norm on the batches of all processes"
-    def __init__(self, sizes, bs=(3,), n_step=1, cbs=None, model=Norms, also=None, **kwargs):
-        self.also = also   # callbacks of the one process
-        # fastai's optimizers mark the parameters of ordinary batch norm, and do not decay them
-        super().__init__(sizes, n_step, cbs=cbs or exact(*bs), model=model, but=['opt'],
-                         **{'fit': lambda l: l.fit_one_cycle(2, .02, wd=0.), **kwargs})
-    def several(self, rank, world):
-        on_cpus()
-        plain = self.model
-        self.model = lambda: synced(plain())
-        try: learn = super().several(rank, world)
-        finally: self.model = plain
-        return self.with_stats(learn)
-    def alone(self, world):
-        cbs,self.cbs = self.cbs,self.also
-        try: return self.with_stats(Case.alone(self, world))
-        finally: self.cbs = cbs
-    def with_stats(self, learn):
-        learn.stats = {k.removeprefix('module.'):o for k,o in learn.model.named_buffers()}
-        return learn
-
-cases.update(
-    synced         = Synced([24,24], bs=(12,20)),
-    synced_uneven  = Synced([[9,5,8], [4,7,3], [6,2,5]], bs=(3,5)),
-    synced_one     = Synced([[9,5,8], [4,1,3]], bs=(3,5)),   # a batch of one sample, in one process
-    synced_weighed = Synced([[9,5,8], [4,7,3]], bs=(3,5), loss_func=nn.CrossEntropyLoss(weight=W)),
-    synced_plain   = Synced([8]*4, model=partial(Norms, affine=False)),
-    synced_untracked = Synced([8]*4, model=partial(Norms, tracked=False)),
-    synced_cumulates = Synced([8]*4, model=partial(Norms, momentum=None)),
-    synced_frozen  = Synced([8]*4, model=partial(Norms, frozen=True)),
-    synced_skips   = Synced([8]*5, cbs=lambda: [Skips(), *exact(3, 5)()], also=Skips),
-)
-
-class At(nn.Module):
-    "Calls `f` in the forward or in the backward pass of batch `i` of process 1"
-    def __init__(self, f, i, backward): super().__init__(); store_attr(); self.n = 0
-    def forward(self, x):
-        if not self.training or rank()!=1 or self.n!=self.i: return x
-        if self.backward: x.register_hook(lambda g: self.f())
-        else: self.f()
-        return x
-
-def had_enough(): raise ValueError('process 1 has had enough')
-def ctrl_c(): raise KeyboardInterrupt
-def killed(): os.kill(os.getpid(), signal.SIGKILL)
-def cancel(): raise CancelBatchException
-
-class Breaks(Synced):
-    "Process 1 breaks in batch `i`, in the model or at an event; the other one says so, and then both train"
-    def __init__(self, f=had_enough, i=1, event='model', error=ValueError, says='process 1 has failed', **kwargs):
-        super().__init__([8]*4, (3,5), **kwargs)
-        self.f,self.i,self.event,self.error,self.says,self.bad = f,i,event,error,says,False
-    def dls(self, idxs):
-        dls = super().dls(idxs)
-        plain = dls.train.create_item
-        def create_item(i): return self.f() if i==self.i else plain(i)
-        if self.bad and rank()==1 and self.event=='loader': dls.train.create_item = create_item
-        return dls
-    def breaks(self, rank, world):
-        "Train as far as the error"
-        def stop(cb): return self.f() if cb.training and rank==1 and cb.iter==self.i else None
-        def norms():
-            m = Norms()
-            at = At(self.f, self.i, self.event=='backward')
-            m.b = nn.Sequential(m.b, at)   # between two batch norms
-            m.register_forward_pre_hook(lambda *_: setattr(at, 'n', m.i))
-            return m
-        in_model,plain = self.event in ('model','backward'),(self.model,self.cbs)
-        class Counts(Callback):
-            def before_batch(self): get_model(self.model).i = self.iter
-        self.model,self.bad = norms if in_model else Norms,True
-        breaks = [] if self.event=='loader' else [Counts()] if in_model else [Callback(**{self.event:stop})]
-        self.cbs = lambda: [*plain[1](), *breaks]
-        try: Synced.several(self, rank, world)
-        finally: (self.model,self.cbs),self.bad = plain,False
-    def several(self, rank, world):
-        with pytest.raises((self.error,) if rank==1 else RuntimeError, match=None if rank==1 else self.says):
-            self.breaks(rank, world)
-        return super().several(rank, world)
-
-cases.update(
-    breaks_model    = Breaks(),
-    breaks_at_first = Breaks(i=0),
-    breaks_backward = Breaks(event='backward'),
-    breaks_loss     = Breaks(event='after_loss'),
-    breaks_batch    = Breaks(event='before_batch'),
-    breaks_loader   = Breaks(event='loader'),
-    breaks_ctrl_c   = Breaks(ctrl_c, error=KeyboardInterrupt),
-    leaves_out      = Breaks(cancel, event='after_loss', error=RuntimeError, says='1 ends a window'),
-    leaves_out_all  = Breaks(cancel, event='before_batch', error=RuntimeError, says='1 ends a window'),
-)
-
-class Refuses(Synced):
-    "All processes refuse the callback `cb`, with the same error; then they train"
-    def __init__(self, cb, says, error=RuntimeError, wrap=DDP, model=Norms, ignored=()):
-        super().__init__([[8]*3, [12]*3, [4]*3], (3,5))
-        self.bad,self.says,self.error,self.wrap,self.refused,self.ignored = cb,says,error,wrap,model,ignored
-    def several(self, rank, world):
-        on_cpus()
-        model,dls = synced(self.refused()),self.dls(cut(world, self.sizes)[rank])
-        if rank==1:
-            for i in self.ignored: dls.train.dataset[i][1].fill_(-100)   # no targets
-        with pytest.raises(self.error, match=self.says):
-            train(dls, self.wrap(model), [AccumulateStep(1), *L(self.bad())])
-        return super().several(rank, world)
-
-alike = 'process 0 cuts a batch into 3 slices, but process 1 cuts a batch into 4 slices'
-cases.update(
-    refuses_plain   = Refuses(lambda: MicroBatch(3), alike),
-    refuses_coupled = Refuses(lambda: MicroBatch(3, coupled=True), alike),
-    refuses_auto    = Refuses(lambda: MicroBatch(exact=True), 'bs must be a number', ValueError),
-    refuses_plain_auto = Refuses(MicroBatch, 'bs must be a number', ValueError),
-    refuses_ignored = Refuses(exact(3,5), 'process 0 is back at batch norm 2 of a batch, but process 1 ends a window',
-                              ignored=[1]),   # in process 1, the second batch has no target
-    refuses_bare    = Refuses(lambda: MicroBatch(3, exact=True), 'in DistributedDataParallel', ValueError, noop),
-)
-
-class Sent(Callback):
-    "Counts the messages of each batch until its step"
-    run_valid = False
-    def before_fit(self):
-        self.now,self.learn.seen,self.plain = {},[],{k:getattr(dist, k) for k in ('all_gather','all_reduce')}
-        for k,f in self.plain.items(): setattr(dist, k, partial(self.send, k, f))
-    def send(self, k, f, *args, **kwargs): self.now[k] = self.now.get(k, 0)+1; return f(*args, **kwargs)
-    def before_batch(self): self.now = {}
-    def before_step(self): self.learn.seen.append(dict(self.now))
-    def after_fit(self):
-        for k,f in self.plain.items(): setattr(dist, k, f)
-cases['synced_messages'] = Synced([12]*4, cbs=lambda: [Sent(), *exact(2, 6)()])
-
-class Slices(Synced):
-    "Plain slices see the slices of all processes, as if these were the micro-batches of one process"
-    def windows(self, world):
-        return [[i for c in cut(world, self.sizes) for i in c[k][j:j+4]] for k in range(4) for j in (0,4)]
-cases.update(
-    synced_slices  = Slices([8]*4, cbs=lambda: MicroBatch(4), also=lambda: AccumulateStep(2)),
-    synced_accum   = Synced([[9,5,8], [4,7,3]], cbs=lambda: [], loss_func=nn.CrossEntropyLoss(weight=W)),
-)
-
-class Coupled(Slices):
-    "The same with `coupled=True`, where the loss sees the whole batch and running statistics move once"
-    def windows(self, world): return [a+b for a,b in chunked(super().windows(world), 2)]
-cases['synced_coupled'] = Coupled([8]*4, cbs=lambda: MicroBatch(4, coupled=True),
-                                  also=lambda: MicroBatch(8, coupled=True))
-
-class Unused(Norms):
-    "The loss does not use the output of one norm"
-    def __init__(self): super().__init__(); self.o = nn.BatchNorm1d(8).double()
-    def forward(self, x):
-        x = self.m(self.a(x)).tanh()
-        self.o(self.b(x))
-        return self.c(self.n(self.b(x)))
-cases['synced_unused'] = Synced([8]*4, (3,5), model=Unused)
+    # fastai's optimizers mark the parameters of ordinary batch norm, and do not decay them
+    return Case(sizes, n_step, cbs=cbs or exact(*bs), one=one, model=model, wrap=wrap, but=['opt'],
+                fit=partial(once, wd=0.), **kwargs)
 
 class Halves(nn.BatchNorm1d):
     "In training, the statistics of each half of the batch"
@@ -520,18 +339,111 @@ def grouped(*groups):
     groups = [dist.new_group(o) for o in groups] if dist.is_initialized() else []
     mine = first(groups, lambda o: o is not dist.GroupMember.NON_GROUP_MEMBER)
     norm = partial(nn.SyncBatchNorm, process_group=mine) if groups else Halves
-    model = Norms(tracked=False)
+    model = Norms('grouped')
     model.m = norm(8, track_running_stats=False).double()
     return model
-cases['synced_groups'] = Synced([8]*2, (3,5), model=partial(grouped, [0,1], [2,3]))
-cases['refuses_groups'] = Refuses(exact(3,5), 'process 2 is at batch norm', model=partial(grouped, [0,1], [2]))
+
+def slices(c):
+    "Plain slices see the slices of all processes, as if these were the micro-batches of one process"
+    return [[i for o in c for i in o[k][j:j+4]] for k in range(4) for j in (0,4)]
+
+threes = [[9,5,8], [4,7,3], [6,2,5]]
+cases.update(
+    synced           = over_all([24,24], (12,20)),
+    synced_uneven    = over_all(threes, (3,5)),
+    synced_one       = over_all([[9,5,8], [4,1,3]], (3,5)),   # a batch of one sample, in one process
+    synced_weighed   = over_all(threes, (3,5), loss_func=weighted),
+    synced_accum     = over_all(threes, cbs=list, loss_func=weighted),
+    **{f'synced_{o}':over_all([8]*4, (3,5), model=partial(Norms, o))
+       for o in ('plain','untracked','cumulates','frozen','unused')},
+    synced_skips     = over_all([8]*5, cbs=lambda: [skipping(), *exact(3, 5)()], one=skipping),
+    synced_messages  = over_all([12]*4, cbs=lambda: [Sent(), *exact(2, 6)()]),
+    synced_slices    = over_all([8]*4, cbs=lambda: MicroBatch(4), one=lambda: AccumulateStep(2), joins=slices),
+    # the loss sees the whole batch, and running statistics move once
+    synced_coupled   = over_all([8]*4, cbs=lambda: MicroBatch(4, coupled=True),
+                                one=lambda: MicroBatch(8, coupled=True),
+                                joins=lambda c: [a+b for a,b in chunked(slices(c), 2)]),
+    synced_groups    = over_all([8]*2, (3,5), model=partial(grouped, [0,1], [2,3])),
+)
+
+def refused(bad, says, error=ValueError, own=None, good=None):
+    "All processes refuse the case `bad` with the same error, or process 1 with its `own` error; then they train `good`"
+    def first(rank, world):
+        is_own = own and rank==1
+        with pytest.raises(own if is_own else error, match=None if is_own else says): bad.several(rank, world)
+    good = good or Case([4]*6)
+    good.first = first
+    return good
+
+def sharded(model): return fully_shard(model, mesh=init_device_mesh('cpu', (dist.get_world_size(),)))
+
+def refused_exact(cbs, says, error=RuntimeError, **kwargs):
+    return refused(over_all([[8]*3, [12]*3, [4]*3], cbs=cbs, **kwargs), says, error,
+                   good=over_all([[8]*3, [12]*3, [4]*3], (3,5)))
+
+waits = 'lr_find waits for ever in several processes'
+alike = 'process 0 cuts a batch into 3 slices, but process 1 cuts a batch into 4 slices'
+cases.update(
+    recovers        = refused(Case([[4]*9, [4]*4]), 'has no more batches', RuntimeError),
+    shards          = refused(Case([4]*8, wrap=sharded), 'fully_shard'),
+    lr_find         = refused(Case([4]*6, fit=find), waits),
+    ctx_find        = refused(InContext(fit=find), waits),
+    refuses_plain   = refused_exact(lambda: MicroBatch(3), alike),
+    refuses_coupled = refused_exact(lambda: MicroBatch(3, coupled=True), alike),
+    refuses_auto    = refused_exact(lambda: MicroBatch(exact=True), 'bs must be a number', ValueError),
+    refuses_plain_auto = refused_exact(MicroBatch, 'bs must be a number', ValueError),
+    refuses_ignored = refused_exact(exact(3,5), 'process 0 is back at batch norm 2 of a batch, but process 1 ends a '
+                                    'window', y=of(-100, range(28,40))),   # those of process 1 in the second batch
+    refuses_bare    = refused_exact(exact(3), 'in DistributedDataParallel', ValueError,
+                                    wrap=partial(synced, wrap=noop)),
+    refuses_groups  = refused_exact(exact(3,5), 'process 2 is at batch norm', model=partial(grouped, [0,1], [2])),
+)
+
+def had_enough(): raise ValueError('process 1 has had enough')
+def ctrl_c(): raise KeyboardInterrupt
+def killed(): os.kill(os.getpid(), signal.SIGKILL)
+
+def broken(f=had_enough, i=1, event='model'):
+    "Process 1 calls `f` in batch `i`: between two norms, in the loader or at an event"
+    now = SimpleNamespace(i=-1)
+    def stop(*_):
+        if rank()==1 and now.i==i: f()
+    def loads(cb):
+        plain = cb.dls.train.create_item
+        cb.dls.train.create_item = lambda k: f() if rank()==1 and k==i else plain(k)
+    def hook(m, x, y):
+        if event=='model': stop()
+        if event=='backward' and y.requires_grad: y.register_hook(stop)
+    def norms():
+        m = Norms()
+        m.b.register_forward_hook(hook)
+        return m
+    at = {} if event in ('model','backward') else dict(before_fit=loads) if event=='loader' else {event:stop}
+    count = Callback(before_batch=lambda cb: setattr(now, 'i', cb.iter))
+    return over_all([8]*4, model=norms, cbs=lambda: [*exact(3,5)(), count, Callback(**at)])
+
+def breaks(*args, own=ValueError, says='process 1 has failed', **kwargs):
+    return refused(broken(*args, **kwargs), says, RuntimeError, own, over_all([8]*4, (3,5)))
+
+ends = dict(own=RuntimeError, says='1 ends a window')
+cases.update(
+    **{f'breaks_{o}':breaks(event=o) for o in ('model','backward','after_loss','before_batch','loader')},
+    breaks_at_first = breaks(i=0),
+    breaks_ctrl_c   = breaks(ctrl_c, own=KeyboardInterrupt),
+    leaves_out      = breaks(cancel, event='after_loss', **ends),
+    leaves_out_all  = breaks(cancel, event='before_batch', **ends),
+    killed          = broken(killed),
+    breaks          = Case([4]*8, cbs=lambda: Callback(after_loss=lambda cb: had_enough() if cb.training and rank()==1
+                                                       and cb.micro.i==5 else None)),   # in the middle of a window
+)
 
 def result(learn):
     """What is compared. `values` are left out, since a `DistributedDL` validates on other batches, and so are counts
     of micro-batches"""
     but = 'buffers','iters','final_record','values','train_iter'
     return dict({k:v for k,v in snapshot(learn).items() if k not in but}, n_steps=len(learn.spy.steps),
-                seen=getattr(learn, 'seen', None), stats=getattr(learn, 'stats', None))
+                seen=getattr(learn, 'seen', None),
+                stats={k.removeprefix('module.'):o for k,o in learn.model.named_buffers()})
 
 class OverHost(dist.ProcessGroup):
     "The messages of a device that PyTorch does not know: copied to the host, they go through gloo"
@@ -576,40 +488,5 @@ def main(rank, world, folder, *names):
     assert on_cpu or simulated.stats(rank)['total'] and not simulated.stats(1-rank)['total'] and not simulated.races()
     sys.stdout.flush()
     os._exit(0)   # all is saved; now and then, threads of gloo abort a process that ends
-
-class Refused(Case):
-    "All processes raise the same error; then they train"
-    def __init__(self, says, bad): super().__init__([4]*6); self.says,self.bad = says,bad
-    def several(self, rank, world):
-        with pytest.raises((RuntimeError,ValueError), match=self.says): self.bad.several(rank, world)
-        return super().several(rank, world)
-
-class Sharded(Case):
-    "A model in `fully_shard`"
-    def several(self, rank, world):
-        model = fully_shard(self.model(), mesh=init_device_mesh('cpu', (world,)))
-        return train(self.dls(cut(world, self.sizes)[rank]), model, AccumulateStep(self.n_step))
-
-waits = 'lr_find waits for ever in several processes'
-cases.update(
-    recovers       = Refused('has no more batches', Case([[4]*9, [4]*4])),
-    shards         = Refused('fully_shard', Sharded([4]*8)),
-    lr_find        = Refused(waits, Case([4]*6, fit=find)),
-    ctx_find       = Refused(waits, InContext(4, n=90, fit=find)),
-    shorter_tail   = Case([[4]*8, [4]*6]),
-    empty          = Case([[4]*4, []]),
-    metrics_uneven = Case([[4]*5, [4]*4], fit=with_train_metrics),
-)
-
-def breaks(rank):
-    "An error in one process, in the middle of a window"
-    if rank==1: raise ValueError('process 1 has had enough')
-cases['breaks'] = Case([4]*8, cbs=lambda: Callback(after_loss=lambda cb: breaks(int(os.environ['RANK'])) if cb.training
-                                                   and cb.micro.i==5 else None))
-
-class Killed(Breaks):
-    "Process 1 is killed between two batch norms"
-    def several(self, rank, world): return self.breaks(rank, world)
-cases['killed'] = Killed(killed)
 
 if __name__=='__main__': main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -3,33 +3,27 @@ from harness import *
 from test_exact import X2,Y2,draws,same_slices
 from fastai_accum.exact.draws import Draw,batch_dims
 from fastai_accum.devices import generator_of
-from fastai_accum.proof import guard as the_guard
-from fastai_accum.modes import Coins,middle
-from fastai_accum.modes import quiet
+from fastai_accum.proof.guard import guard as the_guard
+from fastai_accum.modes import Coins,middle,quiet
 from fastai_accum.proof.compare import Unsteady
 
 pytestmark = simulated
 
-@pytest.fixture
-def dropouts():
-    "Dropout as on a GPU: one operation, which scales too; counts the calls"
-    calls = [0]
+@pytest.mark.parametrize('k', 'dropout weight attention scaled'.split())
+@pytest.mark.filterwarnings('ignore:.*[Oo]verrid')
+def test_dropout_in_one_operation(k):
+    "Dropout as on a GPU, which scales too: proved, though its probability is not that of a fair coin, and exact"
+    calls = []
     def dropout(x, p, train):
         if not train or p==0 or not x.numel(): return x
-        calls[0] += 1
+        calls.append(p)
         return torch.native_dropout(x, p, True)[0]
     lib = torch.library.Library('aten', 'IMPL')
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')   # it takes the place of PyTorch's own
-        for k in 'CPU','AutogradCPU': lib.impl('dropout', dropout, k)
-    yield calls
-    lib._destroy()
-
-@pytest.mark.parametrize('k', 'dropout weight attention scaled'.split())
-def test_dropout_in_one_operation(k, dropouts):
-    "Proved, though its probability is not that of a fair coin, and exact"
-    same_slices(draws[k], X2, Y2)
-    assert dropouts[0]>10
+    try:
+        for key in 'CPU','AutogradCPU': lib.impl('dropout', dropout, key)   # in the place of PyTorch's own
+        same_slices(draws[k], X2, Y2)
+    finally: lib._destroy()
+    assert len(calls)>10
 
 def test_a_dropout_that_is_off_draws_nothing():
     "At p=0, the dropout of a GPU drops one number in thirty million"
@@ -39,7 +33,7 @@ def test_a_dropout_that_is_off_draws_nothing():
 
 @each(name=['flash','efficient','cudnn'])
 def test_attention_with_a_dropout_of_its_own(name):
-    "It is refused with the line that takes it apart, and then it is exact: see `scaled` in `test_draws`"
+    "It is refused with the line that takes it apart, and then it is exact: see `scaled` in `test_exact`"
     op = getattr(torch.ops.aten, f'_scaled_dot_product_{name}_attention').default
     a,b = ([Draw(op, [(n,2,5,8)]*4, [()]*4, 'the Attention', None)] for n in (2,3))
     with pytest.raises(ValueError, match=r'the Attention draws with .*sdpa_kernel.*MATH'): batch_dims(a, b, 2, 3)

@@ -3,85 +3,229 @@ tried, and the learner stays as it was"""
 import _thread,signal,time,warnings
 import pytest
 from harness import *
+from kinds import Odd
 from fastai.vision.augment import RandTransform
 from fastai.callback.mixup import MixUp
-from fastai.callback.training import GradientClip
+from fastai.callback.training import GradientAccumulation,GradientClip
 from fastai_accum.all import *
+from fastai_accum import refusals as the_refusals
 from fastai_accum.know.check import *
 from fastai_accum.state import State
 from fastai_accum.core import accumulation_settings
 from torch.optim.lr_scheduler import ExponentialLR,OneCycleLR
-
-tol = 1e-8   # rounding in float64 is smaller
+from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]/'benchmarks'))
 from common import peak_bytes
 
 @pytest.fixture(autouse=True)
-def _seed():
-    assert torch.get_default_dtype()==torch.float32   # or a test has left float64
-    set_seed(0)
+def _in_float32(): assert torch.get_default_dtype()==torch.float32   # or a test has left float64
 
+def bn(): return nn.BatchNorm1d(5)
 def net(*ms): return nn.Sequential(nn.Linear(6,5), *ms, nn.Tanh(), nn.Linear(5,3)).double()
-def ce(): return nn.CrossEntropyLoss()
-def learner(model=None, loss_func=None, cbs=None, y=None, bs=8, n=64, x=None, shuffle=True, cls=Learner, **kwargs):
-    learn = cls(make_dls(n, bs, y=y, x=x, shuffle=shuffle), small_model() if model is None else model,
-                    loss_func=loss_func or ce(), cbs=cbs, opt_func=SGD, **kwargs)
+def learner(model=None, loss=None, cbs=None, y=None, x=None, bs=8, n=64, shuffle=True, cls=Learner, opt=SGD, n_inp=None,
+            items=None, **kwargs):
+    "`kwargs` are those of the loaders"
+    x,y = features(n) if x is None else x, tuplify(classes(n) if y is None else y)
+    dls = DataLoaders(*[DataLoader(items or list(zip(x, *y)), bs=bs, shuffle=shuffle, **kwargs) for _ in range(2)])
+    if n_inp:
+        for o in (dls,*dls.loaders): o.n_inp = n_inp
+    learn = cls(dls, model or small_model(), loss_func=loss or nn.CrossEntropyLoss(), cbs=cbs, opt_func=opt, lr=.1)
     return learn.remove_cb(ProgressCallback)
+def in_order(*cbs, **kwargs): return learner(cbs=cbs, **{**dict(bs=4, shuffle=False), **kwargs})
+
+def trained(learn, n=2):
+    set_seed(5)
+    learn.recorder.smooth_loss = AvgSmoothLoss64()
+    with learn.no_logging(): learn.fit(n)
+    return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
+
+def kinds(learn): return [o.kind for o in learn.check_accumulation().causes]
+def clean(check):
+    assert not check.causes and check.error<=1e-12, check
+    return check
+def checked(learn):
+    "The result; the learner is as it was"
+    was = left(learn)
+    try: return learn.check_accumulation()
+    finally: assert_left(was, learn)
+
+# ---- losses, models and callbacks
 
 def targets(): return features(64, 3, seed=5)
 def rmse(p, y): return ((p-y)**2).mean().sqrt()
-def masked(p, y):
-    m = y!=0
-    return (F.cross_entropy(p, y, reduction='none')*m).sum()/m.sum()
+def each_ce(p, y): return F.cross_entropy(p, y, reduction='none')
+def masked(p, y): return (each_ce(p, y)*(y!=0)).sum()/(y!=0).sum()
+def padded_mean(p, y): return F.cross_entropy(p[y!=-100], y[y!=-100])
 def contrastive(p, y):
     p = F.normalize(p)
     return F.cross_entropy(p@p.T/.1, torch.arange(len(p)).roll(1))
 def class_weights(p, y): return F.cross_entropy(p, y, weight=torch.tensor([1.,2.,3.], dtype=p.dtype))
+global_weights = torch.tensor([1.,2.,3.])   # in float32
+def triplets(p, y):
+    a,b,c = p.view(-1, 3, p.shape[1]).unbind(1)
+    return F.relu((a-b).pow(2).sum(1)-(a-c).pow(2).sum(1)+1).mean()
+def pairs(p, y): return (p[::2]-p[1::2]).pow(2).mean()
+def halves_in_turn(os): return torch.stack([o[0] for o in os]+[2*o[0] for o in os]),torch.stack([o[1] for o in os])
+def both_halves(p, y):
+    a,b = p.chunk(2)
+    return (a-b).pow(2).mean()+F.cross_entropy(a, y)
 
-class Centre(nn.Module):
-    def forward(self, x): return x-x.mean(0)
+def centre(): return Odd(lambda m, x: x-x.mean(0))
+class GroupNorm(nn.BatchNorm1d): "Batch norm by another name"
+def no_bias():
+    res = bn()
+    res.register_parameter('bias', None)
+    return res
+def jacobian(**kwargs):
+    "Adds the size of its own slope at each sample, as contractive and physics-informed models do"
+    def f(m, x): return m.net(x)+torch.func.vmap(torch.func.jacrev(m.net))(x).pow(2).sum((1,2))[:,None]
+    return learner(Odd(f, net=net()), cbs=MicroBatch(4, **kwargs) if kwargs else None)
+def no_columns():
+    "Has parameters without elements, as `tabular_learner` with categories only"
+    return Odd(lambda m, x: m.lin(x), bn=nn.BatchNorm1d(0), lin=nn.Linear(6,3)).double()
+def root(m, x):
+    x = m.a(x).tanh()
+    return m.b(x-x.mean(0))
+def in_a_dict(): return Odd(lambda m, x: dict(logits=m.net(x)), net=net(nn.Dropout()))
+def dictionaries():
+    items = [(dict(x=x), dict(y=y, mask=(y>0).double())) for x,y in zip(features(32), classes(32))]
+    def loss(p, t): return (each_ce(p['logits'], t['y'])*t['mask']).sum()/t['mask'].sum()
+    model = Odd(lambda m, b: dict(logits=m.net(b['x']), more=b['x']), net=net(bn()))
+    return learner(model, loss, items=items, n_inp=1)
+def expanded():
+    "Has a buffer without memory of its own: `expand` gives all its elements one place"
+    res = Odd(lambda m, x: m.net(x*m.w), net=net(bn()))
+    res.register_buffer('w', torch.ones(1).expand(6))
+    return res
+def again(reentrant):
+    "Runs again in the backward pass"
+    def f(m, x): return checkpoint(m.m, x.requires_grad_(), use_reentrant=reentrant)
+    again = Odd(f, m=nn.Sequential(nn.Linear(6,5), nn.Dropout(), nn.Tanh()))
+    return learner(nn.Sequential(again, nn.Linear(5,3)).double())
+def coin(): return Odd(lambda m, x: x if not m.training or random.random()<.5 else x*0)
+def own_coin():
+    "The model holds the generator, so it is no dropout that can be switched off"
+    return Odd(lambda m, x: x*m.rng.random(), rng=np.random.default_rng(0))
+def packed():
+    "PyTorch's `pack_padded_sequence` wants the longest sample first, as in each batch of its loader"
+    def f(m, x):
+        x = nn.utils.rnn.pack_padded_sequence(x, (x[...,0]!=0).sum(1).cpu(), batch_first=True)
+        return m.out(m.lstm(x)[1][0][0])
+    x = features(64, 12).view(64, 6, 2)
+    for i,o in enumerate(x): o[6-i%8//2:] = 0
+    model = Odd(f, lstm=nn.LSTM(2, 4, batch_first=True), out=nn.Linear(4,3)).double()
+    return learner(model, x=x, shuffle=False, cbs=AccumulateStep(2))
+class Block(nn.Module):
+    def __init__(self, norm): super().__init__(); self.lin,self.norm,self.drop = nn.Linear(6,6),norm,nn.Dropout()
+    def forward(self, x): return self.drop(self.norm(self.lin(x)).tanh())
+def blocks(*cbs, norm=nn.Identity, **kwargs):
+    torch.manual_seed(0)
+    return learner(nn.Sequential(*[Block(norm()) for _ in range(3)], nn.Linear(6,3)).double(), cbs=cbs, **kwargs)
+def normed_blocks(*cbs): return blocks(*cbs, norm=lambda: nn.BatchNorm1d(6), shuffle=False)
+def embeddings(cb):
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.BatchNorm1d(12), nn.Linear(12, 3))
+    return learner(model, x=torch.randint(0, 9, (64,3)), cbs=cb)
+def compiled(m): m.compile(); m[0].compile(); return m
+def texts():
+    "Longer than the model reads at once"
+    from fastai.text.all import TextDataLoaders,text_classifier_learner,AWD_LSTM,awd_lstm_clas_config
+    df = pd.DataFrame(dict(text=['some words ']*8+['some more words '*10]*8, label=[*'xy']*8))
+    dls = TextDataLoaders.from_df(df, text_col='text', label_col='label', valid_pct=.25, bs=8, seq_len=10)
+    config = {**awd_lstm_clas_config, **dict(n_hid=12, emb_sz=6, n_layers=2)}
+    learn = text_classifier_learner(dls, AWD_LSTM, pretrained=False, seq_len=10, config=config)
+    return learn.remove_cb(ProgressCallback)
+def lengths(of):
+    "A mean over valid tokens, where the samples of the first batch are alike"
+    x,y = torch.randint(0, 11, (48,8)),torch.randint(0, 5, (48,8))
+    for i,o in enumerate(y): o[of(i):] = -100
+    return in_order(AccumulateStep(2), model=nn.Sequential(nn.Embedding(11,6), nn.Linear(6,5)).double(),
+                    loss=padded_mean, x=x, y=y, bs=6)
+def one_of_64():
+    y = torch.ones(64).long(); y[3] = 0
+    return learner(loss=masked, y=1-y, shuffle=False)   # one target counts
+
+def several(os): return torch.stack([o[0] for o in os]),torch.cat([o[1] for o in os]),torch.stack([o[2] for o in os])
+def unlabelled(*cbs, k=7, loss=lambda p: p.pow(2).mean(), **kwargs):
+    "Each sample comes with `k` rows without a label, so batches cannot be cut"
+    torch.manual_seed(0)
+    def both(p, y): return F.cross_entropy(p[0], y)+loss(p[1].softmax(1))
+    body = nn.Sequential(*[nn.Sequential(nn.Linear(6,6), nn.Tanh()) for _ in range(4)])
+    model = Odd(lambda m, x, u: (m.h(m.body(x)),m.h(m.body(u))), body=body, h=nn.Linear(6,3)).double()
+    return in_order(*cbs, x=features(40), y=(features(40, k*6).view(40, k, 6),classes(40)), n_inp=2, loss=both,
+                    create_batch=several, model=model, **kwargs)
+
+class PrintAll(Callback):
+    def before_batch(self): print('batch')
+class Penalty(Callback):
+    "A module that a callback and the learner hold is that of the model in the trial too"
+    def __init__(self, m): self.m = m
+    def after_loss(self): self.learn.loss_grad = self.learn.loss_grad + self.m.weight.square().mean()
+def penalty():
+    learn = learner(model := small_model(), cbs=Penalty(model[0]))
+    learn.head = model[2]
+    return learn
 class ClipValues(Callback):
     def after_backward(self): nn.utils.clip_grad_value_(self.learn.model.parameters(), .01)
+class Locked(ClipValues):
+    "Cannot be copied"
+    def __init__(self): self.f = threading.Lock()
+class Unpack(Callback):
+    "The learner cannot run without it, so it is no suspect"
+    def after_pred(self): self.learn.pred = self.learn.pred['logits']
+class Method(Callback):
+    def before_fit(self): self.learn.loss_func = self.mean
+    def mean(self, p, y): return masked(p, y)
+def sets_the_loss(cb): cb.learn.loss_func = masked
+class DrawsInBatch(Callback):
+    def __init__(self, f): self.f = f
+    def before_batch(self): self.learn.xb = (self.xb[0]*(.5+self.f()),)
 
-def kinds(check): return [o.kind for o in check.causes]
-def clean(check):
-    assert not check.causes and check.error<=1e-12, check
-    return check
+class Ranks(Learner):
+    def _do_grad_opt(self):
+        self.loss_grad = self.loss_grad**2
+        super()._do_grad_opt()
+class Assigned(Learner):
+    def _backward(self):
+        ps = list(self.model.parameters())
+        for p,g in zip(ps, self.gradients(ps)): p.grad = g.clone()
+    def gradients(self, ps): return torch.autograd.grad(self.loss_grad, ps)
+class Added(Assigned):
+    "Adds the gradient, so it is exact"
+    def _backward(self):
+        ps = list(self.model.parameters())
+        for p,g in zip(ps, self.gradients(ps)): p.grad = g.clone() if p.grad is None else p.grad+g
+class Normalised(Added):
+    def gradients(self, ps):
+        gs = super().gradients(ps)
+        return [g/torch.stack([g.norm() for g in gs]).norm() for g in gs]
+class Clipped(Learner):
+    def _backward(self):
+        super()._backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), .01)
+def clamped():
+    learn = learner(loss=lambda p,y: 20*F.cross_entropy(p, y))
+    for p in learn.model.parameters(): p.register_hook(lambda g: g.clamp(-.01,.01))
+    return learn
 
-# what has no cause
-def test_plain():
-    "Also with losses that fastai rounds to float32, and a model in float32"
-    for loss_func in nn.CrossEntropyLoss,CrossEntropyLossFlat,FocalLossFlat,LabelSmoothingCrossEntropyFlat:
-        clean(learner(small_model().float(), loss_func(), x=features(64).float()).check_accumulation())
+# ---- what has no cause
 
-class Jacobian(nn.Module):
-    "Adds the size of its own slope at each sample, as contractive and physics-informed models do"
-    def __init__(self): super().__init__(); self.inner = net()
-    def forward(self, x):
-        slope = torch.func.vmap(torch.func.jacrev(self.inner))(x)
-        return self.inner(x)+slope.pow(2).sum((1,2))[:,None]
+clean_ones = dict(
+    **{f.__name__: lambda f=f: learner(small_model().float(), f(), x=features(64).float())   # some round to float32
+       for f in (nn.CrossEntropyLoss,CrossEntropyLossFlat,FocalLossFlat,LabelSmoothingCrossEntropyFlat)},
+    **{str(cbs): lambda cbs=cbs: learner(cbs=cbs) for cbs in (
+        AccumulateStep(n_samples=24), MicroBatch(), [AccumulateStep(2),MicroBatch(4)], GradientClip(.1),
+        [AccumulateStep(n_samples=16),MicroBatch(4)], [AccumulateStep(2),GradAccumDtype()])},
+    coupled=lambda: learner(loss=contrastive, cbs=MicroBatch(4, coupled=True)),
+    exact=lambda: learner(net(bn(), nn.Dropout()), rmse, MicroBatch(4, exact=True), targets()),
+    no_columns=lambda: learner(no_columns(), cbs=MicroBatch(4, exact=True)),
+    jacobian=jacobian, jacobian_in_slices=lambda: jacobian(exact=False),
+    added=lambda: in_order(AccumulateStep(4), cls=Added), compiled=lambda: learner(compiled(net())),
+    all_count=lambda: learner(loss=masked, y=torch.ones(64).long()), order=packed, penalty=penalty,
+    drops_nothing=lambda: learner(net(nn.Dropout(1e-12))), samples_of_several_batches=lambda: learner(bs=1))
 
-class NoColumns(nn.Module):
-    "Has parameters without elements, as `tabular_learner` with categories only"
-    def __init__(self): super().__init__(); self.bn,self.lin = nn.BatchNorm1d(0),nn.Linear(6,3)
-    def forward(self, x): return self.lin(x)
-
-def test_clean_settings():
-    for cbs in (AccumulateStep(n_samples=24), MicroBatch(), [AccumulateStep(2), MicroBatch(4)], GradientClip(.1),
-                [AccumulateStep(n_samples=16), MicroBatch(4)], [AccumulateStep(2), GradAccumDtype()]):
-        clean(learner(cbs=cbs).check_accumulation())
-    clean(learner(loss_func=contrastive, cbs=MicroBatch(4, coupled=True)).check_accumulation())
-    exact = MicroBatch(4, exact=True)
-    clean(learner(net(nn.BatchNorm1d(5), nn.Dropout()), rmse, exact, targets()).check_accumulation())
-    clean(learner(NoColumns().double(), cbs=MicroBatch(4, exact=True)).check_accumulation())
-    for cbs in None,MicroBatch(4): clean(learner(Jacobian(), cbs=cbs).check_accumulation())
-
-@each(way=['coupled','exact'])
-def test_own_setting_that_cannot_work(way):
-    "The check says what the fit says, which is not PyTorch's error alone"
-    check = learner(Jacobian(), cbs=MicroBatch(4, **{way:True})).check_accumulation
-    with pytest.raises(ValueError, match=f'{way}=True is not possible.*saved tensor hooks.*in its place'): check()
+@each(k=clean_ones)
+def test_nothing_is_wrong(k): clean(checked(clean_ones[k]()))
 
 def test_sizes():
     "The last micro-batch is smaller, unless it would have one sample only"
@@ -89,134 +233,246 @@ def test_sizes():
         compared = clean(learner().check_accumulation(bs)).compared
         assert f'{n} samples' in compared and f'micro-batches of at most {size}' in compared, bs
     for bs,cbs,size in (8,AccumulateStep(4),8),(16,MicroBatch(4),4):   # that of the learner, if the samples allow it
-        assert f'at most {size},' in learner(net(nn.BatchNorm1d(5)), bs=bs, cbs=cbs).check_accumulation().compared
+        assert f'at most {size},' in learner(net(bn()), bs=bs, cbs=cbs).check_accumulation().compared
 
 def test_patch():
     "Its settings are what is checked, and stay"
-    learn = learner(loss_func=masked)
-    with accumulation(4):
-        assert kinds(learn.check_accumulation())==['loss'] and accumulation_settings()==dict(n_step=4)
+    learn = learner(loss=masked)
+    with accumulation(4): assert kinds(learn)==['loss'] and accumulation_settings()==dict(n_step=4)
     with accumulation(4, weight=lambda p,y: (y!=0).sum()): clean(learn.check_accumulation())
-    assert kinds(learn.check_accumulation())==['loss'] and accumulation_settings() is None
+    assert kinds(learn)==['loss'] and accumulation_settings() is None
 
-# causes
-def no_bias():
-    bn = nn.BatchNorm1d(5)
-    bn.register_parameter('bias', None)
-    return bn
-class GroupNorm(nn.BatchNorm1d): pass
-class Ranks(Learner):
-    def _do_grad_opt(self):
-        self.loss_grad = self.loss_grad**2
-        super()._do_grad_opt()
-def clamped():
-    learn = learner(loss_func=lambda p,y: 20*F.cross_entropy(p, y))
-    for p in learn.model.parameters(): p.register_hook(lambda g: g.clamp(-.01,.01))
-    return learn
-global_weights = torch.tensor([1.,2.,3.])
+def test_rounding_is_no_cause():
+    "Thirty batch norms in a row amplify rounding until it is as large as the effect of a cause"
+    deep = (m for _ in range(30) for m in (nn.Linear(6,6), nn.BatchNorm1d(6), nn.ReLU()))
+    check = learner(nn.Sequential(*deep, nn.Linear(6,3)).double(), cbs=MicroBatch(4, exact=True)).check_accumulation()
+    assert not check.causes and check.error>1e-14   # how much is left of it depends on the processor
+
+# ---- causes: the learner, what is found, and what stands in the place of a line that mends it
 
 cases = dict(
-    norm=(lambda: learner(net(nn.BatchNorm1d(5))), {'batch norm':'1'}),
-    norm_without_bias=(lambda: learner(net(no_bias())), {'batch norm':'1'}),
-    norm_of_another_name=(lambda: learner(net(GroupNorm(5)), cbs=AccumulateStep(2)), {'batch norm':'1'}),
-    dropout=(lambda: learner(net(nn.Dropout(.3))), {'dropout':'1'}),
-    rmse=(lambda: learner(loss_func=rmse, y=targets()), {'loss':'rmse'}),
-    masked=(lambda: learner(loss_func=masked), {'loss':'masked'}),
-    contrastive=(lambda: learner(loss_func=contrastive), {'loss':'contrastive'}),
-    sum=(lambda: learner(loss_func=nn.CrossEntropyLoss(reduction='sum')), {'loss':'CrossEntropyLoss'}),
-    float32=(lambda: learner(loss_func=lambda p,y: F.cross_entropy(p, y, weight=global_weights)), {'loss':'<lambda>'}),
-    mixup=(lambda: learner(loss_func=CrossEntropyLossFlat(), cbs=MixUp()), {'augmentation':'MixUp'}),
-    mixup_and_norm=(lambda: learner(net(nn.BatchNorm1d(5)), CrossEntropyLossFlat(), MixUp()),
-                    {'batch norm':'1', 'augmentation':'MixUp'}),
-    clip=(lambda: learner(cbs=ClipValues()), {'callback':'ClipValues'}),
-    two_of_three=(lambda: learner(loss_func=CrossEntropyLossFlat(), cbs=[ClipValues(), GradientClip(.1), MixUp()]),
-                  {'callback':'ClipValues', 'augmentation':'MixUp'}),
-    centre=(lambda: learner(net(Centre())), {'unknown':'1'}),
-    centre_hides_the_loss=(lambda: learner(net(Centre()), masked), {'unknown':'1'}),
-    several=(lambda: learner(net(nn.BatchNorm1d(5), nn.Dropout()), rmse, y=targets()),
-             {'batch norm':'1', 'dropout':'2', 'loss':'rmse'}),
-    window_of_exact=(lambda: learner(net(nn.BatchNorm1d(5)), cbs=[AccumulateStep(2), MicroBatch(4, exact=True)]),
-                     {'batch norm':'1'}),
-    slices=(lambda: learner(net(nn.BatchNorm1d(5)), cbs=MicroBatch(4)), {'batch norm':'1'}))
+    norm=(lambda: learner(net(bn())), 'batch norm 1'),
+    norm_without_bias=(lambda: learner(net(no_bias())), 'batch norm 1'),
+    norm_of_another_name=(lambda: learner(net(GroupNorm(5)), cbs=[AccumulateStep(2),PrintAll()]),
+                          'batch norm 1'),
+    compiled=(lambda: learner(torch.compile(net(bn())), cbs=AccumulateStep(2)), 'batch norm 1',
+              "exact=True cannot see into the OptimizedModule 'model', which is compiled"),
+    expanded=(lambda: learner(expanded()), 'batch norm net.1'),
+    sparse=(lambda: embeddings(AccumulateStep(2)), 'batch norm 2'),
+    slices=(lambda: learner(net(bn()), cbs=MicroBatch(4)), 'batch norm 1'),
+    window_of_exact=(lambda: learner(net(bn()), cbs=[AccumulateStep(2), MicroBatch(4, exact=True)]), 'batch norm 1'),
+    dropout=(lambda: learner(net(nn.Dropout(.3))), 'dropout 1'),
+    coin=(lambda: learner(net(coin())), 'dropout 1'),
+    recomputed=(lambda: again(True), 'dropout 0.m.1'), recomputed_too=(lambda: again(False), 'dropout 0.m.1'),
+    checkpointing=(lambda: blocks(AccumulateStep(2), GradientCheckpointing()), 'dropout 0.drop',
+                   'exact=True and GradientCheckpointing cannot be combined'),
+    offloading=(lambda: blocks(AccumulateStep(2), OffloadActivations()), 'dropout 0.drop'),
+    rmse=(lambda: learner(loss=rmse, y=targets()), 'loss rmse'),
+    masked=(lambda: learner(loss=masked), 'loss masked'), one_of_64=(one_of_64, 'loss masked'),
+    class_weights=(lambda: learner(loss=class_weights), 'loss class_weights'),
+    contrastive=(lambda: learner(loss=contrastive), 'loss contrastive'),
+    sum=(lambda: learner(loss=nn.CrossEntropyLoss(reduction='sum')), 'loss CrossEntropyLoss'),
+    wrong_weight=(lambda: learner(cbs=AccumulateStep(2, weight=lambda p,y: 1+(y!=0).sum())), 'loss CrossEntropyLoss'),
+    wrong_sum=(lambda: learner(cbs=AccumulateStep(2, average=False)), 'loss CrossEntropyLoss'),
+    float32=(lambda: learner(loss=lambda p,y: F.cross_entropy(p, y, weight=global_weights)), 'loss <lambda>'),
+    loss_of_a_callback=(lambda: in_order(Callback(before_fit=sets_the_loss), AccumulateStep(2), bs=8), 'loss masked'),
+    loss_of_a_method=(lambda: in_order(Method(), AccumulateStep(2), bs=8), 'loss mean'),
+    longer_and_longer=(lambda: lengths(lambda i: 1+i//6), 'loss padded_mean'),
+    again_and_again=(lambda: lengths(lambda i: 1+i//2%8), 'loss padded_mean'),
+    one_short=(lambda: lengths(lambda i: 8-(i==9)), 'loss padded_mean'),
+    uncut=(lambda: unlabelled(AccumulateStep(2), loss=lambda p: p.pow(2).mean().sqrt()), 'loss both', 'weight=lambda'),
+    mixup=(lambda: learner(loss=CrossEntropyLossFlat(), cbs=MixUp()), 'augmentation MixUp'),
+    **{f'draws_of_{k}': (lambda f=f: in_order(DrawsInBatch(f), AccumulateStep(2), bs=8), 'augmentation DrawsInBatch')
+       for k,f in dict(numpy=np.random.rand, python=random.random, torch=lambda: torch.rand(1).item()).items()},
+    clip=(lambda: learner(cbs=ClipValues()), 'callback ClipValues'),
+    locked=(lambda: learner(cbs=Locked()), 'callback Locked'),
+    assigned=(lambda: in_order(AccumulateStep(4), cls=Assigned), 'backward Assigned'),
+    ranks=(lambda: learner(cls=Ranks), 'unknown 2'), clamped=(clamped, 'unknown 2', 'coupled=True is not possible'),
+    mixup_and_norm=(lambda: learner(net(bn()), CrossEntropyLossFlat(), MixUp()), 'batch norm 1, augmentation MixUp'),
+    two_of_three=(lambda: learner(loss=CrossEntropyLossFlat(), cbs=[ClipValues(), GradientClip(.1), MixUp()]),
+                  'callback ClipValues, augmentation MixUp'),
+    one_is_needed=(lambda: learner(in_a_dict(), cbs=[Unpack(), ClipValues()]), 'dropout net.1, callback ClipValues'),
+    dictionaries=(dictionaries, 'batch norm net.1, loss loss'),
+    several=(lambda: learner(net(bn(), nn.Dropout()), rmse, y=targets()), 'batch norm 1, dropout 2, loss rmse'),
+    backward_too=(lambda: in_order(AccumulateStep(4), cls=Assigned, model=net(bn(), nn.Dropout())),
+                  'batch norm 1, dropout 2, backward Assigned'),
+    own_generator=(lambda: learner(net(own_coin())), 'unknown 1'),
+    centre=(lambda: learner(net(centre())), 'unknown 1', 'on a GPU with OffloadActivations()'),
+    centre_hides_the_loss=(lambda: learner(net(centre()), masked), 'unknown 1', 'keep the large batch'),
+    exact_centre=(lambda: learner(net(centre()), cbs=MicroBatch(4, exact=True)), 'unknown 1', 'keep the large batch'),
+    centre_and_norm=(lambda: in_order(MicroBatch(4, exact=True), model=net(centre(), bn()), bs=16),
+                     'batch norm 2, unknown 1', ''),
+    root=(lambda: learner(Odd(root, a=nn.Linear(6,5), b=nn.Linear(5,3)).double()), 'unknown Odd', 'keep the'),
+    refused=(lambda: normed_blocks(AccumulateStep(2), GradientCheckpointing()), 'batch norm 0.norm, dropout 0.drop',
+             'exact=True and GradientCheckpointing cannot be combined'),
+    texts=(texts, 'batch norm 1.layers.0.0, dropout 0.module.encoder_dp', 'Pass seq_len='))
+
+advice = {'batch norm':'BatchNormEval()', 'dropout':'do nothing', 'unknown':'rewrite the module',
+          'loss':'weight=lambda pred, *yb: (yb[0]!=-100).sum(); average=False for a sum',
+          'backward':'add to the gradients that are there'}
 
 @pytest.mark.parametrize('case', cases)
-def test_causes(case):
-    "Each cause is found, and each line that is named is applied and checked again, if not a person has to write it"
-    make,expected = cases[case]
-    learn = make()
-    check = learn.check_accumulation()
-    assert {o.kind:o.where for o in check.causes}==expected, check
-    assert check.error>tol and all(o.error>tol and o.remedy for o in check.causes)
-    if 'centre' in case: return
+def test_causes(case, capsys, recwarn):
+    """Each cause is found, and each line that is named is applied and checked again, if not a person has to write it.
+    The check neither prints nor warns, and what `AccumulateStep` says once is still to come"""
+    make,expected,*says = cases[case]
+    learn,said = make(),set(the_refusals._noted)
+    capsys.readouterr()
+    check = checked(learn)
+    assert ', '.join(f'{o.kind} {o.where}' for o in check.causes)==expected, check
+    assert check.error>1e-8 and all(o.error>1e-8 and advice.get(o.kind, '') in o.remedy for o in check.causes)
+    assert not any(capsys.readouterr()) and set(the_refusals._noted)==said
+    assert not any('AccumulateStep' in str(o.message) for o in recwarn)
     lines = [o.remedy.split(' instead of')[0].split('; or')[0] for o in check.causes]
-    assert all(o.startswith(('MicroBatch','AccumulateStep')) for o in lines), lines
+    is_line = [o.startswith(('MicroBatch(','AccumulateStep(')) for o in lines]
+    if says:
+        assert not any(is_line) and all(says[0] in o.remedy for o in check.causes), check
+        return
+    assert all(is_line), lines
     lines = [o for o in lines if 'exact' in o][:1] or [o for o in lines if 'coupled' in o][:1] or lines
     learn.remove_cbs(learn.cbs.filter(risinstance((AccumulateStep,MicroBatch))))
     clean(learn.add_cb(eval(lines[0])).check_accumulation())
 
-def test_unknown_in_root():
-    "It names the module in which it begins"
-    class Root(nn.Module):
-        def __init__(self): super().__init__(); self.a,self.b = nn.Linear(6,5),nn.Linear(5,3)
-        def forward(self, x): x = self.a(x).tanh(); return self.b(x-x.mean(0))
-    check = learner(Root().double()).check_accumulation()
-    assert [(o.kind,o.where) for o in check.causes]==[('unknown','Root')]
-    assert kinds(clamped().check_accumulation())
-    cause, = learner(cls=Ranks).check_accumulation().causes
-    assert cause.kind=='unknown' and 'coupled=True' in cause.remedy
-    assert kinds(learner(net(Centre()), cbs=MicroBatch(4, exact=True)).check_accumulation())==['unknown']
-
-def test_needs_each_other():
-    "A callback is not a suspect if the learner cannot run without it"
-    class Pack(nn.Module):
-        def __init__(self): super().__init__(); self.net = net(nn.Dropout())
-        def forward(self, x): return dict(logits=self.net(x))
-    class Unpack(Callback):
-        def after_pred(self): self.learn.pred = self.learn.pred['logits']
-    check = learner(Pack(), cbs=[Unpack(), ClipValues()]).check_accumulation()
-    assert {o.kind:o.where for o in check.causes}=={'dropout':'net.1', 'callback':'ClipValues'}
-
 def test_other_remedies():
-    learn = learner(net(nn.BatchNorm1d(5)))
-    cause, = learn.check_accumulation().causes
-    assert 'BatchNormEval()' in cause.remedy
-    clean(learn.add_cb(BatchNormEval()).check_accumulation())
+    learn = learner(net(bn()), cbs=BatchNormEval())
+    clean(learn.check_accumulation())
     learn.model[1] = nn.GroupNorm(1, 5).double()
     clean(learn.remove_cb(BatchNormEval).check_accumulation())
-    remedy = learner(net(Centre())).check_accumulation().causes[0].remedy
-    assert 'OffloadActivations()' in remedy and 'GradientCheckpointing' not in remedy   # which finds no blocks
 
-def test_a_loss_says_how_to_weigh_it():
-    "A mean with another divisor, and one that is no mean"
-    for f,y in ((masked,None), (class_weights,None), (rmse,targets())):
-        remedy = learner(loss_func=f, y=y).check_accumulation().causes[0].remedy
-        assert remedy.startswith('MicroBatch(bs=4, coupled=True)') and 'weight=lambda pred, *yb:' in remedy
-    check = learner(cbs=AccumulateStep(2, weight=lambda p,y: 1+(y!=0).sum())).check_accumulation()
-    assert kinds(check)==['loss']   # a wrong one
-    check = learner(cbs=AccumulateStep(2, average=False)).check_accumulation()
-    assert kinds(check)==['loss'] and 'average=False for a sum' in check.causes[0].remedy
+def hardest(p, y): return each_ce(p, y).topk(max(1, len(y)//2)).values.mean()
+def above(p, y):
+    l = each_ce(p, y)
+    return l[l>1.1].sum()/(l>1.1).sum().clamp(min=1)
 
-# batches
+# of two samples, the harder ones may be those of all, by luck
+@drawn(4, loss=[hardest,above,masked], bs=[3,4], seed=[0,1])
+def test_small_batches(loss, bs, seed):
+    "Samples come from as many batches as it takes"
+    data = dict(x=features(64, seed=seed+10), y=classes(64, seed=seed+20))
+    assert kinds(in_order(AccumulateStep(4), loss=loss, bs=bs, **data))==['loss']
+    assert not kinds(in_order(AccumulateStep(4), bs=bs))
 
-def batches_learner(items, model, loss_func, n_inp, cbs=None, shuffle=True):
-    dls = DataLoaders(DataLoader(items, bs=8, shuffle=shuffle), DataLoader(items, bs=8))
-    dls.n_inp = n_inp
-    return Learner(dls, model.double(), loss_func=loss_func, cbs=cbs).remove_cb(ProgressCallback)
+trainings = dict(
+    **{cls.__name__: (partial(in_order, cls=cls), 4, 4, True) for cls in (Assigned,Clipped,Normalised)},
+    added=(partial(in_order, cls=Added), 4, 4), two_rows=(partial(unlabelled, k=2), 4, 2),
+    seven_rows=(unlabelled, 4, 2), triplets=(partial(in_order, loss=triplets, n=72), 6, 2),
+    pairs=(partial(in_order, loss=pairs), 4, 2),
+    halves=(partial(in_order, loss=both_halves, create_batch=halves_in_turn), 4, 2))
 
-def test_dictionaries():
-    class Model(nn.Module):
-        def __init__(self): super().__init__(); self.net = net(nn.BatchNorm1d(5))
-        def forward(self, b): return dict(logits=self.net(b['x']), more=b['x'])
-    items = [(dict(x=x), dict(y=y, mask=(y>0).double())) for x,y in zip(features(32), classes(32))]
-    def loss(p, t): return (F.cross_entropy(p['logits'], t['y'], reduction='none')*t['mask']).sum()/t['mask'].sum()
-    check = batches_learner(items, Model(), loss, 1).check_accumulation()
-    assert {o.kind:o.where for o in check.causes}=={'batch norm':'net.1', 'loss':'loss'}
-    assert 'exact=True' in check.causes[0].remedy
+@each(k=trainings)
+def test_says_what_the_training_does(k):
+    "Windows of whole batches are exact where rows belong together, and where batches cannot be cut"
+    make,bs,n_step,*differs = trainings[k]
+    large,learn = trained(make(bs=n_step*bs)),make(AccumulateStep(n_step), bs=bs)
+    check = learn.check_accumulation()
+    if 'rows' in k: assert 'the batch that the loader makes of them' in check.compared
+    if not differs: clean(check); return close(trained(learn), large)
+    assert rel(trained(learn), large)[0]>1e-6
+    assert [(o.kind,o.where) for o in check.causes]==[('backward',k)]
+    assert 'MicroBatch(bs=4, coupled=True) instead of AccumulateStep' in check.causes[0].remedy
+    close(trained(make(MicroBatch(4, coupled=True), bs=16)), large)
 
-# as before
+@each(cb=[GradientCheckpointing,OffloadActivations], make=[normed_blocks,partial(unlabelled, bs=16)])
+def test_what_does_not_cut_needs_no_cut(cb, make):
+    assert torch.equal(trained(make()), trained(make(cb())))
+    check = make(cb()).check_accumulation()
+    assert not check.causes and check.error==0, check
+    assert ('without and with' in check.compared)==(make is normed_blocks)
+    assert check.title.startswith('Your callbacks give the same') and 'bit for bit' in check.title
+
+def test_too_few_for_batch_norm():
+    "Batch norm refuses a micro-batch of one sample, so whole batches are compared"
+    for bs in 2,3:
+        check = learner(net(bn())).check_accumulation(bs)
+        assert [o.kind for o in check.causes]==['batch norm'] and 'whole training batches' in check.compared
+
+# ---- what it refuses
+
+class Stops(Callback):
+    def before_step(self): raise CancelStepException
+class Leaves(Callback):
+    def after_backward(self): raise CancelBatchException
+def moves():
+    "A buffer that depends on the number of samples, and that predictions do not show"
+    def f(m, x):
+        m.n += len(x)**.5
+        return m.lin(x)
+    model = Odd(f, lin=nn.Linear(6,3))
+    model.register_buffer('n', torch.zeros(1))
+    return learner(model.double(), cbs=MicroBatch(4, exact=True))
+def ignored(cb=None, y=2):
+    "All labels but the first one are ignored: 0/0, and no callback is to blame; one that counts is enough"
+    ys = torch.full((64,), 2)
+    ys[0] = y
+    return learner(y=ys, loss=CrossEntropyLossFlat(ignore_index=2), cbs=cb, shuffle=False)
+def step(p):
+    p.data -= .1*p.grad
+    p.grad = None
+def hooked(cbs=None):
+    learn = learner(cbs=cbs)
+    for p in learn.model.parameters(): p.register_post_accumulate_grad_hook(step)
+    return learn
+def gan():
+    from fastai.vision.gan import GANLearner,basic_critic,basic_generator
+    dls = DataLoaders(*(DataLoader(list(zip(torch.randn(8,4,1,1), torch.randn(8,3,16,16))), bs=4) for _ in range(2)))
+    return GANLearner.wgan(dls, basic_generator(16, 3, 4), basic_critic(16, 3))
+def raises(p, y): raise RuntimeError('no such thing')
+
+refusals = dict(
+    **{f'fit_{k}': (lambda k=k: jacobian(**{k:True}),   # not PyTorch's error alone
+                    f'{k}=True is not possible.*saved tensor hooks.*in its place') for k in ('coupled','exact')},
+    fit_buffer=(moves, 'exact=True is not possible: .*leaves something else behind: model.n'),
+    one=(lambda: learner(bs=1, n=1), 'has 1 sample, and at least 2'),
+    nan=(lambda: learner(loss=lambda p,y: (p*math.nan).mean()), 'is zero or not finite'),
+    zero=(lambda: learner(loss=lambda p,y: F.cross_entropy(p, y).clamp(max=1e-9)), 'is zero or not finite'),
+    stops=(lambda: learner(cbs=Stops()), 'a callback cancels the step'),
+    leaves=(lambda: learner(cbs=Leaves()), 'a callback cancels the step'),
+    **{f'ignored {cb}': (lambda cb=cb: ignored(cb), 'the loss ignores all')
+       for cb in (AccumulateStep(2),OffloadActivations(),None)},
+    fastais=(lambda: learner(cbs=GradientAccumulation(32)), 'remove it with'),
+    hooks=(hooked, 'hooks make it in the backward pass'),
+    hooks_exact=(lambda: hooked(MicroBatch(4, exact=True)), 'hooks make it in the backward pass'),
+    gan=(gan, 'GANLearner trains two models in turn.*a Learner of its own'),
+    own=(lambda: in_order(AccumulateStep(2), loss=raises), '(?s)no such thing.*check_accumulation'))
+
+@each(k=refusals)
+def test_refused(k):
+    "The check says what the fit says, and what to do. An error of the learner's own gets the name of the check"
+    make,says = refusals[k]
+    learn = make()
+    with pytest.raises((ValueError,RuntimeError)) as e: checked(learn)
+    said = '\n'.join([str(e.value), *getattr(e.value, '__notes__', [])])
+    assert re.search(says, said), said
+    if k.startswith('fit'):
+        with pytest.raises(ValueError, match=says): learn.fit(1)
+
+def test_a_label_that_counts_is_enough():
+    for cb in AccumulateStep(2),OffloadActivations(),None: assert not kinds(ignored(cb, y=1))
+
+def test_bad_bs_and_layers_without_a_size():
+    for bs in (0, 1, True, '4', 2.):
+        with pytest.raises(ValueError, match='check_accumulation: bs must be an int of at least 2, got'):
+            learner().check_accumulation(bs)
+    learn = learner(nn.Sequential(nn.LazyLinear(5), nn.Linear(5,3)), cbs=AccumulateStep(2))
+    with pytest.raises(ValueError, match="check_accumulation: the layer of '0.weight' has no size"):
+        learn.check_accumulation()
+
+@each(most=[9,3])
+def test_goes_on_with_fewer_samples_if_memory_runs_out(most):
+    class Greedy(nn.Linear):
+        def forward(self, x):
+            if len(x)>most: raise RuntimeError('CUDA out of memory. Tried to allocate')
+            return super().forward(x)
+    learn = make_learner(make_dls(64, 16), nn.Sequential(Greedy(6, 8), nn.Linear(8, 10)), cbs=AccumulateStep(4))
+    if most>4: assert 'one step on 7 samples' in checked(learn).compared
+    else:
+        with pytest.raises(RuntimeError, match='out of memory'): checked(learn)
+
+# ---- as before
+
 def test_ctrl_c_while_the_learner_is_set_back(monkeypatch):
     "Setting back goes on to its end"
-    learn,put_back,n,at = learner(net(nn.BatchNorm1d(5)), cbs=AccumulateStep(2)),State.put_back,0,0
+    learn,put_back,n,at = learner(net(bn()), cbs=AccumulateStep(2)),State.put_back,0,0
     def restore(self):
         nonlocal n
         n += 1
@@ -226,36 +482,12 @@ def test_ctrl_c_while_the_learner_is_set_back(monkeypatch):
     learn.check_accumulation()   # proves its remedies once
     n = 0
     learn.check_accumulation()
-    total,before,was = n,left(learn),signal.signal(signal.SIGINT, signal.default_int_handler)
+    total,was = n,signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         for at in 1, total//2, total-1, total:
             n = 0
-            with pytest.raises(KeyboardInterrupt): learn.check_accumulation()
-            assert_left(before, learn)
+            with pytest.raises(KeyboardInterrupt): checked(learn)
     finally: signal.signal(signal.SIGINT, was)
-
-def test_a_buffer_without_memory_of_its_own():
-    "`expand` gives all its elements one place"
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer('w', torch.ones(1).expand(6))
-            self.net = net(nn.BatchNorm1d(5))
-        def forward(self, x): return self.net(x*self.w)
-    learn = learner(Model())
-    assert found(learn)==['batch norm'] and learn.model.w.shape==(6,)
-    with learn.no_logging(): learn.recorder.smooth_loss = AvgSmoothLoss64(); learn.fit(1)
-
-def test_says_nothing(capsys, recwarn):
-    "Neither prints nor warns; what `AccumulateStep` says once is still to come"
-    from fastai_accum import refusals
-    said = set(refusals._noted)
-    learner(net(nn.BatchNorm1d(5)), cbs=[AccumulateStep(2), PrintAll()]).check_accumulation()
-    out,err = capsys.readouterr()
-    assert not out and not err and set(refusals._noted)==said and not [o for o in recwarn
-                                                                if 'AccumulateStep' in str(o.message)]
-class PrintAll(Callback):
-    def before_batch(self): print('batch')
 
 class Draws:
     "A dataset that draws by generators of its own"
@@ -266,13 +498,13 @@ class Draws:
         noise = self.np.normal()+self.py.random()+torch.rand(1, generator=self.torch).item()
         noise += random.random()+np.random.rand()+torch.rand(1).item()
         return features(32)[i]+noise,classes(32)[i]
+class Noise(RandTransform):
+    def encodes(self, x:TensorBase): return x+torch.randn_like(x)
 
 def of_fastai(): return DataLoader(Draws(), bs=8, shuffle=True, num_workers=0)
 def augmented():
-    class Noise(RandTransform):
-        def encodes(self, x:TensorBase): return x+torch.randn_like(x)
-    return TfmdDL(TfmdLists(list(range(32)), [lambda i: (TensorBase(features(32)[i]), TensorCategory(classes(32)[i]))]),
-                  bs=8, shuffle=True, after_batch=[Noise()], num_workers=0)
+    items = TfmdLists(range(32), [lambda i: (TensorBase(features(32)[i]), TensorCategory(classes(32)[i]))])
+    return TfmdDL(items, bs=8, shuffle=True, after_batch=[Noise()], num_workers=0)
 def with_sampler():
     sampler = torch.utils.data.WeightedRandomSampler(torch.rand(32), 32, generator=torch.Generator().manual_seed(3))
     return torch.utils.data.DataLoader(Draws(), batch_size=8, sampler=sampler)
@@ -287,391 +519,13 @@ def test_loaders(make):
     for check in False,True:
         set_seed(0)
         dl = make()
-        learn = Learner(DataLoaders(dl, dl), small_model(), loss_func=ce()).remove_cb(ProgressCallback)
+        learn = Learner(DataLoaders(dl, dl), small_model(), nn.CrossEntropyLoss()).remove_cb(ProgressCallback)
         if check: clean(learn.check_accumulation())
         batches,it = list(dl),iter(dl)
         batches.append(next(it))
         if check: clean(learn.check_accumulation())
         res.append([*batches, *it])
-    assert len(res[0])==len(res[1])==8
-    for a,b in zip(*res): assert all(map(torch.equal, a, b))
-
-def test_bad_bs():
-    for bs in (0, 1, True, '4', 2.):
-        with pytest.raises(ValueError, match='check_accumulation: bs must be an int of at least 2, got'):
-            learner().check_accumulation(bs)
-    with pytest.raises(ValueError, match='has 1 sample, and at least 2'): learner(bs=1, n=1).check_accumulation()
-    clean(learner(bs=1).check_accumulation())   # from several batches
-
-def test_a_gradient_that_is_zero_or_not_finite():
-    for loss in (lambda p,y: (p*math.nan).mean()),(lambda p,y: F.cross_entropy(p, y).clamp(max=1e-9)):
-        with pytest.raises(ValueError, match='is zero or not finite'): learner(loss_func=loss).check_accumulation()
-
-def test_shown():
-    check = learner(net(nn.BatchNorm1d(5)), loss_func=lambda p,y: masked(p, y)).check_accumulation()
-    text,html = repr(check),check._repr_html_()
-    for o in ('Nothing is wrong: your learner trains on whole batches. Micro-batches would not give the same',
-              'batch norm', '-> MicroBatch(bs=4, exact=True)', '15 samples'): assert o in text
-    assert html.count('<tr')==3 and '&lt;lambda&gt;' in html and 'color' not in html
-    text = repr(learner().check_accumulation())
-    for o in ('Nothing is wrong: your learner trains on whole batches. Micro-batches would give the same gradient',
-              'Compared: one step on 15 samples of the first 3 training batches',
-              'AccumulateStep(n_step=2) as an example'): assert o in text
-    assert 'yours' not in text and 'could not' not in text   # nothing is left of a loss that is known
-    text = repr(learner(cbs=AccumulateStep(2)).check_accumulation())
-    assert 'The micro-batches give the same gradient' in text and 'relative error of the gradient' in text
-
-def test_what_cannot_be_copied():
-    class Locked(Callback):
-        def __init__(self): self.f = threading.Lock()
-        def after_backward(self):
-            with self.f: nn.utils.clip_grad_value_(self.learn.model.parameters(), .01)
-    assert found(learner(cbs=Locked()))==['callback']
-
-class Block(nn.Module):
-    def __init__(self, norm): super().__init__(); self.lin,self.norm,self.drop = nn.Linear(6,6),norm,nn.Dropout()
-    def forward(self, x): return self.drop(self.norm(self.lin(x)).tanh())
-def blocks(norm=nn.Identity): return nn.Sequential(*[Block(norm()) for _ in range(3)], nn.Linear(6,3)).double()
-
-@each(cb=[GradientCheckpointing,OffloadActivations])
-def test_whole_batches(cb):
-    check = learner(blocks(lambda: nn.BatchNorm1d(6)), cbs=cb()).check_accumulation()
-    assert not check.causes and check.error==0 and 'without and with' in check.compared, check
-    assert check.title.startswith('Your callbacks give the same') and 'bit for bit' in check.title
-
-def test_refused_remedies():
-    "`exact=True` beside checkpointing: no line, but what its refusal says"
-    cbs = AccumulateStep(2),GradientCheckpointing()
-    check = learner(blocks(lambda: nn.BatchNorm1d(6)), cbs=cbs).check_accumulation()
-    assert kinds(check)==['batch norm','dropout']
-    for o in check.causes:
-        assert 'exact=True and GradientCheckpointing cannot be combined' in o.remedy and 'MicroBatch(' not in o.remedy
-
-# applications
-
-def test_compiled():
-    "A compiled model is checked without its compilation"
-    model = net(nn.BatchNorm1d(5))
-    learn = learner(torch.compile(model), cbs=AccumulateStep(2))
-    check = learn.check_accumulation()
-    assert [(o.kind,o.where) for o in check.causes]==[('batch norm','1')]
-    model = net()
-    model.compile(); model[0].compile()
-    clean(learner(model).check_accumulation())
-
-def test_checkpoints():
-    "Modules that run again in the backward pass: in the model, and by a callback that is no cause"
-    from torch.utils.checkpoint import checkpoint
-    class Again(nn.Module):
-        def __init__(self, reentrant):
-            super().__init__(); self.m,self.reentrant = nn.Sequential(nn.Linear(6,5), nn.Dropout(), nn.Tanh()),reentrant
-        def forward(self, x): return checkpoint(self.m, x.requires_grad_(), use_reentrant=self.reentrant)
-    for reentrant in True,False:
-        check = learner(nn.Sequential(Again(reentrant), nn.Linear(5,3)).double()).check_accumulation()
-        assert [(o.kind,o.where) for o in check.causes]==[('dropout','0.m.1')]
-    for saving in GradientCheckpointing(),OffloadActivations():
-        assert found(learner(blocks(), cbs=[AccumulateStep(2), saving]))==['dropout']
-
-def test_many_samples_masked():
-    "The check takes samples of the first batch that show the difference"
-    y = torch.ones(64).long(); y[3] = 0
-    learn = learner(loss_func=masked, y=1-y, shuffle=False)   # one target counts
-    assert kinds(learn.check_accumulation())==['loss']
-    learn = learner(loss_func=masked, y=torch.ones(64).long())
-    clean(learn.check_accumulation())
-
-def test_shared_and_own_attributes():
-    "A module that a callback and the learner hold is that of the model in the copy too, and the user's is not run"
-    class Penalty(Callback):
-        def __init__(self, m): self.m = m
-        def after_loss(self): self.learn.loss_grad = self.learn.loss_grad + self.m.weight.square().mean()
-    model = small_model()
-    learn = learner(model, cbs=Penalty(model[0]))
-    learn.head = model[2]
-    clean(learn.check_accumulation())
-    assert model[0].weight.grad is None
-
-def test_draws_that_drop_nothing():
-    "If two draws are the same by chance, the check draws again. The generators are still as before"
-    learn = learner(net(nn.Dropout(1e-12)))
-    before = left(learn)
-    assert not learn.check_accumulation().causes
-    assert_left(before, learn)
-
-# ---- what a review broke
-
-def found(learn, **kwargs): return [o.kind for o in learn.check_accumulation(**kwargs).causes]
-
-class Stops(Callback):
-    def before_step(self): raise CancelStepException
-class Leaves(Callback):
-    def after_backward(self): raise CancelBatchException
-
-@each(cb=[Stops,Leaves])
-def test_no_step(cb):
-    with pytest.raises(ValueError, match='a callback cancels the step'): learner(cbs=cb()).check_accumulation()
-
-@each(cb=[lambda: AccumulateStep(2), lambda: OffloadActivations(), noop])
-def test_ignored_labels(cb):
-    "All labels that are compared are ignored: 0/0, and no callback is to blame; one that counts is enough"
-    def check(y):
-        loss = CrossEntropyLossFlat(ignore_index=2)
-        return learner(y=y, loss_func=loss, cbs=cb(), shuffle=False).check_accumulation()
-    y = torch.full((64,), 2)
-    with pytest.raises(ValueError, match='the loss ignores all'): check(y)
-    y[0] = 1
-    assert not check(y).causes
-
-def test_sparse_gradients():
-    "Those of an `nn.Embedding(sparse=True)`, which the proof sees too"
-    def make(cb):
-        model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.BatchNorm1d(12), nn.Linear(12, 3))
-        x = torch.randint(0, 9, (64,3))
-        return learner(model, x=x, cbs=cb)
-    assert found(make(AccumulateStep(2)))==['batch norm']
-    learn = make(MicroBatch(3, exact=True))
-    with warnings.catch_warnings():
-        warnings.simplefilter('error')   # it would warn of a trial that failed
-        learn.fit(1)
-    assert learn.check_accumulation().error<=tol
-
-def test_fastais_callback():
-    from fastai.callback.training import GradientAccumulation
-    with pytest.raises(ValueError, match='remove it with'): learner(cbs=GradientAccumulation(32)).check_accumulation()
-
-@each(seed=range(8) if SWEEP else [0,5])
-def test_draws_of_python(seed):
-    class Coin(nn.Module):
-        def forward(self, x): return x if not self.training or random.random()<.5 else x*0
-    learn = learner(net(Coin()))
-    set_seed(seed)
-    assert found(learn)==['dropout']
-
-def test_an_own_generator():
-    "Of NumPy, which the model holds, is no dropout that can be switched off"
-    class Coin(nn.Module):
-        def __init__(self): super().__init__(); self.rng = np.random.default_rng(0)
-        def forward(self, x): return x*self.rng.random()
-    assert found(learner(net(Coin())))==['unknown']
-
-def test_too_few_for_batch_norm():
-    "Batch norm refuses a micro-batch of one sample, so whole batches are compared"
-    for bs in 2,3:
-        check = learner(net(nn.BatchNorm1d(5))).check_accumulation(bs)
-        assert kinds(check)==['batch norm'] and 'whole training batches' in check.compared
-
-def test_rounding_is_no_cause():
-    "Thirty batch norms in a row amplify rounding until it is as large as the effect of a cause"
-    deep = nn.Sequential(*(m for _ in range(30) for m in (nn.Linear(6,6), nn.BatchNorm1d(6), nn.ReLU())),
-                         nn.Linear(6,3)).double()
-    check = learner(deep, cbs=MicroBatch(4, exact=True)).check_accumulation()
-    assert not check.causes and check.error>1e-14   # how much is left of it depends on the processor
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='checks a learner on a GPU, and this machine has none')
-def test_check_on_a_gpu():
-    "On the device of the learner, whose generator is put back"
-    learn = learner(net(nn.BatchNorm1d(5), nn.Dropout()))
-    learn.dls.device = 'cuda'
-    state = torch.cuda.get_rng_state()
-    check = learn.check_accumulation()
-    assert 'on cuda' in check.compared and [o.kind for o in check.causes]==['batch norm','dropout']
-    assert torch.equal(torch.cuda.get_rng_state(), state)
-
-def test_memory_of_the_check():
-    "At most twice the parameters and gradients in float64, the remedies and the proof included; 1.2 here"
-    def wide(n=6, d=200): return nn.Sequential(nn.Linear(6,d), *[nn.Linear(d,d) for _ in range(n)],
-                                               nn.BatchNorm1d(d), nn.Linear(d,3)).double()
-    learn = Learner(make_dls(64, 8), wide(), loss_func=ce(), opt_func=Adam).remove_cb(ProgressCallback)
-    with learn.no_logging(): learn.recorder.smooth_loss = AvgSmoothLoss64(); learn.fit(1)
-    own = 2*8*sum(p.numel() for p in learn.model.parameters())
-    peak = peak_bytes(lambda: learn.check_accumulation())/own
-    assert 1<=peak<=2, f'{peak:.2f} times the parameters and gradients'
-
-@each(most=[9,3])
-def test_goes_on_with_fewer_samples_if_memory_runs_out(most):
-    class Greedy(nn.Linear):
-        def forward(self, x):
-            if len(x)>most: raise RuntimeError('CUDA out of memory. Tried to allocate')
-            return super().forward(x)
-    model = nn.Sequential(Greedy(6, 8), nn.Linear(8, 10))
-    learn = make_learner(make_dls(64, 16), model=model.float(), cbs=AccumulateStep(4))
-    if most<4:
-        with pytest.raises(RuntimeError, match='out of memory'): learn.check_accumulation()
-    else: assert 'one step on 7 samples' in learn.check_accumulation().compared
-    assert learn.model[0].weight.dtype==torch.float32 and learn.model[0].weight.grad is None
-
-# the setting that the learner has
-def test_a_bs_that_cuts_nothing():
-    check = learner(net(nn.BatchNorm1d(5)), cbs=MicroBatch(8)).check_accumulation()
-    assert check.title.startswith('Nothing is wrong: your learner trains on whole batches, since the bs of MicroBatch')
-    assert 'with MicroBatch(bs=4) as an example' in check.compared
-    assert 'yours' not in repr(check) and check.causes[0].remedy.startswith('MicroBatch(bs=4, exact=True);')
-
-class Moves(nn.Module):
-    "A buffer that depends on the number of samples, and that predictions do not show"
-    def __init__(self): super().__init__(); self.lin = nn.Linear(6,3); self.register_buffer('n', torch.zeros(1))
-    def forward(self, x):
-        self.n += len(x)**.5
-        return self.lin(x)
-
-def test_a_setting_that_a_fit_refuses():
-    "The gradient is the same, but a buffer is not"
-    learn = learner(Moves().double(), cbs=MicroBatch(4, exact=True))
-    says = 'exact=True is not possible: .*leaves something else behind: model.n'
-    with pytest.raises(ValueError, match=says): learn.check_accumulation()
-    with pytest.raises(ValueError, match=says): learn.fit(1)
-
-def test_texts_longer_than_the_model_reads_at_once():
-    "The refusal of a fit is named, which says what to pass"
-    from fastai.text.all import TextDataLoaders,text_classifier_learner,AWD_LSTM,awd_lstm_clas_config
-    df = pd.DataFrame(dict(text=['some words ']*8+['some more words '*10]*8, label=[*'xy']*8))
-    dls = TextDataLoaders.from_df(df, text_col='text', label_col='label', valid_pct=.25, bs=8, seq_len=10)
-    learn = text_classifier_learner(dls, AWD_LSTM, pretrained=False, seq_len=10,
-                                    config={**awd_lstm_clas_config, **dict(n_hid=12, emb_sz=6, n_layers=2)})
-    causes = learn.remove_cb(ProgressCallback).check_accumulation().causes
-    assert [o.kind for o in causes]==['batch norm','dropout']
-    for o in causes: assert 'Pass seq_len=' in o.remedy and 'MicroBatch(' not in o.remedy
-
-# samples of several batches
-def padded_mean(p, y): return F.cross_entropy(p[y!=-100], y[y!=-100])
-
-@each(lengths=[[1+i//6 for i in range(48)], [1+i//2%8 for i in range(48)], [7 if i==9 else 8 for i in range(48)]])
-def test_what_differs_between_batches(lengths):
-    "A mean over valid tokens, where the samples of the first batch are alike"
-    x,y = torch.randint(0, 11, (48,8)),torch.randint(0, 5, (48,8))
-    for o,n in zip(y, lengths): o[n:] = -100
-    dl = DataLoader(list(zip(x, y)), bs=6)
-    model = nn.Sequential(nn.Embedding(11,6), nn.Linear(6,5)).double()
-    learn = Learner(DataLoaders(dl, dl), model, padded_mean, cbs=AccumulateStep(2)).remove_cb(ProgressCallback)
-    cause, = learn.check_accumulation().causes
-    assert cause.kind=='loss' and 'weight=lambda pred, *yb: (yb[0]!=-100).sum()' in cause.remedy
-
-def test_says_what_it_could_not_compare():
-    "Batches of other lengths"
-    def loss(p, y): return F.cross_entropy(p[y!=-100], y[y!=-100])
-    batches = [(features(6, 4)[:,:k], classes(6)) for k in (2,3,4)]
-    dl = DataLoader([0,1,2], bs=None, create_batch=noop, create_item=lambda i: batches[i])
-    model = nn.Sequential(Lambda(lambda x: x.mean(1, keepdim=True)), nn.Linear(1,3)).double()
-    learn = Learner(DataLoaders(dl, dl), model, loss_func=loss, cbs=AccumulateStep(2)).remove_cb(ProgressCallback)
-    said = learn.check_accumulation().compared
-    assert 'of the first training batch' in said and 'only between batches could not be compared' in said
-
-# the learner's own step: its backward pass, its optimizer, its callbacks, its loss, and the batches of its loader
-
-def in_order(*cbs, cls=Learner, bs=4, loss=None, n=64, x=None, y=None, model=None, opt=SGD, n_inp=None, **kwargs):
-    x,y = features(n) if x is None else x, classes(n) if y is None else y
-    dls = DataLoaders(*[DataLoader(list(zip(x, *tuplify(y))), bs=bs, **kwargs) for _ in range(2)])
-    if n_inp:
-        for dl in dls.loaders: dl.n_inp = n_inp
-    learn = cls(dls, model or small_model(), loss_func=loss or ce(), cbs=cbs, opt_func=opt, lr=.1)
-    learn.recorder.smooth_loss = AvgSmoothLoss64()
-    return learn.remove_cb(ProgressCallback)
-
-def trained(learn, n=2):
-    set_seed(5)
-    with learn.no_logging(): learn.fit(n)
-    return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
-
-class Assigned(Learner):
-    def _backward(self):
-        ps = list(self.model.parameters())
-        for p,g in zip(ps, torch.autograd.grad(self.loss_grad, ps)): p.grad = g.clone()
-class Clipped(Learner):
-    def _backward(self):
-        super()._backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), .01)
-class Normalised(Learner):
-    def _backward(self):
-        ps = list(self.model.parameters())
-        gs = torch.autograd.grad(self.loss_grad, ps)
-        size = torch.stack([g.norm() for g in gs]).norm()
-        for p,g in zip(ps, gs): p.grad = g/size if p.grad is None else p.grad+g/size
-class Added(Learner):
-    "Adds the gradient, so it is exact"
-    def _backward(self):
-        ps = list(self.model.parameters())
-        for p,g in zip(ps, torch.autograd.grad(self.loss_grad, ps)): p.grad = g.clone() if p.grad is None else p.grad+g
-
-@pytest.mark.parametrize('cls', [Assigned,Clipped,Normalised])
-def test_finds_a_backward_pass_of_ones_own(cls):
-    "It says what the training does, and `coupled=True`, which it names, trains as the large batch does"
-    large = trained(in_order(cls=cls, bs=16))
-    assert rel(trained(in_order(AccumulateStep(4), cls=cls)), large)[0]>1e-6
-    check = in_order(AccumulateStep(4), cls=cls).check_accumulation()
-    assert [(o.kind,o.where) for o in check.causes]==[('backward',cls.__name__)]
-    assert 'coupled=True' in check.causes[0].remedy and 'add to the gradients' in check.causes[0].remedy
-    close(trained(in_order(MicroBatch(4, coupled=True), cls=cls, bs=16)), large)
-
-def test_a_backward_pass_that_adds_is_right():
-    clean(in_order(AccumulateStep(4), cls=Added).check_accumulation())
-    close(trained(in_order(AccumulateStep(4), cls=Added)), trained(in_order(cls=Added, bs=16)))
-    check = in_order(AccumulateStep(4), cls=Assigned, model=net(nn.BatchNorm1d(5), nn.Dropout())).check_accumulation()
-    assert kinds(check)==['batch norm','dropout','backward']
-
-def hardest(p, y): return F.cross_entropy(p, y, reduction='none').topk(max(1, len(y)//2)).values.mean()
-def above(p, y):
-    l = F.cross_entropy(p, y, reduction='none')
-    return l[l>1.1].sum()/(l>1.1).sum().clamp(min=1)
-
-# of two samples, the harder ones may be those of all, by luck
-@drawn(4, loss=[hardest,above,masked], bs=[3,4], seed=[0,1])
-def test_small_batches(loss, bs, seed):
-    "Samples come from as many batches as it takes"
-    data = dict(x=features(64, seed=seed+10), y=classes(64, seed=seed+20))
-    assert found(in_order(AccumulateStep(4), loss=loss, bs=bs, **data))==['loss']
-    assert not found(in_order(AccumulateStep(4), bs=bs))
-
-def several(os): return torch.stack([o[0] for o in os]),torch.cat([o[1] for o in os]),torch.stack([o[2] for o in os])
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.f,self.h = nn.Sequential(*[nn.Sequential(nn.Linear(6,6), nn.Tanh()) for _ in range(4)]),nn.Linear(6,3)
-    def forward(self, x, u): return self.h(self.f(x)),self.h(self.f(u))
-def unlabelled(*cbs, k=7, loss=lambda p: p.pow(2).mean(), **kwargs):
-    "Each sample comes with `k` rows without a label"
-    torch.manual_seed(0)
-    def both(p, y): return F.cross_entropy(p[0], y)+loss(p[1].softmax(1))
-    return in_order(*cbs, x=features(40), y=(features(40, k*6).view(40, k, 6),classes(40)), n_inp=2, loss=both,
-                    create_batch=several, model=Two().double(), **kwargs)
-
-@drawn(2, cb=[GradientCheckpointing,OffloadActivations], k=[2,7])
-def test_what_does_not_cut_needs_no_cut(cb, k, capsys):
-    a,b = (trained(unlabelled(*cbs, bs=16, k=k)) for cbs in ((),(cb(),)))
-    assert torch.equal(a, b)
-    check = unlabelled(cb(), bs=16, k=k).check_accumulation()
-    assert check.error==0 and not check.causes
-
-@each(k=[2,7])
-def test_batches_that_cannot_be_cut(k):
-    "They are compared as they are with the large one that the loader makes of the same samples"
-    check = clean(unlabelled(AccumulateStep(2), k=k).check_accumulation())
-    assert 'the batch that the loader makes of them' in check.compared
-    close(trained(unlabelled(AccumulateStep(2), k=k)), trained(unlabelled(bs=8, k=k)))
-    assert found(unlabelled(AccumulateStep(2), loss=lambda p: p.pow(2).mean().sqrt()))==['loss']
-
-def triplets(p, y):
-    a,b,c = p.view(-1, 3, p.shape[1]).unbind(1)
-    return F.relu((a-b).pow(2).sum(1)-(a-c).pow(2).sum(1)+1).mean()
-def pairs(p, y): return (p[::2]-p[1::2]).pow(2).mean()
-def halves_in_turn(os): return torch.stack([o[0] for o in os]+[2*o[0] for o in os]),torch.stack([o[1] for o in os])
-def both_halves(p, y):
-    a,b = p.chunk(2)
-    return (a-b).pow(2).mean()+F.cross_entropy(a, y)
-
-@each(case=[(triplets,6,{}), (pairs,4,{}), (both_halves,4,dict(create_batch=halves_in_turn))])
-def test_rows_that_belong_together(case):
-    "Windows of whole batches are exact, and the check says so"
-    loss,bs,kw = case
-    def make(*cbs, bs=bs): return in_order(*cbs, loss=loss, bs=bs, n=72, **kw)
-    close(trained(make(AccumulateStep(2))), trained(make(bs=2*bs)))
-    clean(make(AccumulateStep(2)).check_accumulation())
-
-def test_the_learners_own_error():
-    "If the learner takes no samples at all, its own error comes, with the name of the check"
-    def loss(p, y): raise RuntimeError('no such thing')
-    learn = in_order(AccumulateStep(2), loss=loss)
-    with pytest.raises(RuntimeError, match='no such thing') as e: learn.check_accumulation()
-    assert 'check_accumulation' in ' '.join(e.value.__notes__)
+    assert len(res[0])==8 and identical(*res)
 
 class Scheduled(Callback):
     order,run_valid = 60,False
@@ -706,69 +560,72 @@ def test_groups_that_a_callback_sets(how, fitted):
     def now(): return [(id(g), list(map(id, g['params'])), {k:v for k,v in g.items() if k!='params'})
                        for g in learn.opt.opt.param_groups]
     was = now()
-    def set_groups(cb): groups[how](cb.learn.opt)
-    learn.add_cb(Callback(before_fit=set_groups)).check_accumulation()
+    learn.add_cb(Callback(before_fit=lambda cb: groups[how](cb.learn.opt))).check_accumulation()
     assert now()==was
 
-class Method(Callback):
-    def before_fit(self): self.learn.loss_func = self.mean
-    def mean(self, p, y): return masked(p, y)
+def test_sparse_gradients():
+    "The proof and the check see those of an `nn.Embedding(sparse=True)`"
+    learn = embeddings(MicroBatch(3, exact=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')   # it would warn of a trial that failed
+        learn.fit(1)
+    assert learn.check_accumulation().error<=1e-8
 
-def test_a_loss_that_a_callback_sets():
-    def sets(cb): cb.learn.loss_func = masked
-    for cb in Callback(before_fit=sets),Method():
-        check = in_order(cb, AccumulateStep(2), bs=8).check_accumulation()
-        assert kinds(check)==['loss'] and 'rewrite' not in str(check), check
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='checks a learner on a GPU, and this machine has none')
+def test_check_on_a_gpu():
+    "On the device of the learner, whose generator is put back"
+    learn = learner(net(bn(), nn.Dropout()))
+    learn.dls.device = 'cuda'
+    state = torch.cuda.get_rng_state()
+    check = learn.check_accumulation()
+    assert 'on cuda' in check.compared and [o.kind for o in check.causes]==['batch norm','dropout']
+    assert torch.equal(torch.cuda.get_rng_state(), state)
 
-class DrawsInBatch(Callback):
-    def __init__(self, f): self.f = f
-    def before_batch(self): self.learn.xb = (self.xb[0]*self.f(),)
+def test_memory_of_the_check():
+    "At most twice the parameters and gradients in float64, the remedies and the proof included; 1.2 here"
+    deep = [nn.Linear(200,200) for _ in range(6)]
+    wide = nn.Sequential(nn.Linear(6,200), *deep, nn.BatchNorm1d(200), nn.Linear(200,3))
+    learn = learner(wide.double(), opt=Adam)
+    trained(learn, 1)
+    own = 2*8*sum(p.numel() for p in wide.parameters())
+    peak = peak_bytes(lambda: learn.check_accumulation())/own
+    assert 1<=peak<=2, f'{peak:.2f} times the parameters and gradients'
 
-@each(f=[lambda: np.random.uniform(.5, 1.5), lambda: random.uniform(.5, 1.5), lambda: torch.rand(1).item()+.5])
-def test_draws_in_a_callback(f):
-    "They are found at the callback, and are no dropout"
-    check = in_order(DrawsInBatch(f), AccumulateStep(2), bs=8).check_accumulation()
-    assert [(o.kind,o.where) for o in check.causes]==[('augmentation','DrawsInBatch')]
+# ---- what it says
 
-def test_says_no_size_that_has_nothing_to_do_with_it():
-    "Exact slices, and a module that looks at the batch though it is no batch norm"
-    check = in_order(MicroBatch(4, exact=True), model=net(Centre(), nn.BatchNorm1d(5)), bs=16).check_accumulation()
-    assert 'unknown' in kinds(check) and 'yours' not in str(check)
+def other_lengths():
+    batches = [(features(6, 4)[:,:k], classes(6)) for k in (2,3,4)]
+    dl = DataLoader([0,1,2], bs=None, create_batch=noop, create_item=lambda i: batches[i])
+    model = nn.Sequential(Lambda(lambda x: x.mean(1, keepdim=True)), nn.Linear(1,3)).double()
+    return Learner(DataLoaders(dl, dl), model, padded_mean, cbs=AccumulateStep(2)).remove_cb(ProgressCallback)
 
-# what it refuses
-@each(cbs=[None, MicroBatch(4, exact=True)])
-def test_steps_in_the_backward_pass(cbs):
-    def step(p):
-        p.data -= .1*p.grad
-        p.grad = None
-    learn = learner(cbs=cbs)
-    for p in learn.model.parameters(): p.register_post_accumulate_grad_hook(step)
-    was = [p.detach().clone() for p in learn.model.parameters()]
-    with pytest.raises(ValueError, match='hooks make it in the backward pass'): learn.check_accumulation()
-    assert all(map(torch.equal, was, learn.model.parameters()))
+whole = 'Nothing is wrong: your learner trains on whole batches'
+shown = dict(
+    differs=(lambda: learner(net(bn()), lambda p,y: masked(p, y)), f'{whole}. Micro-batches would not give the same',
+             'batch norm', '-> MicroBatch(bs=4, exact=True)', '15 samples'),
+    plain=(learner, f'{whole}. Micro-batches would give the same gradient',
+           'Compared: one step on 15 samples of the first 3 training batches',
+           'AccumulateStep(n_step=2) as an example'),
+    windows=(lambda: learner(cbs=AccumulateStep(2)), 'The micro-batches give the same gradient',
+             'relative error of the gradient'),
+    cuts_nothing=(lambda: learner(net(bn()), cbs=MicroBatch(8)), f'{whole}, since the bs of MicroBatch',
+                  'with MicroBatch(bs=4) as an example', '-> MicroBatch(bs=4, exact=True);'),
+    other_lengths=(other_lengths, 'of the first training batch', 'only between batches could not be compared'))
 
-def test_layers_without_a_size():
-    learn = learner(nn.Sequential(nn.LazyLinear(5), nn.Linear(5,3)), cbs=AccumulateStep(2))
-    with pytest.raises(ValueError, match="check_accumulation: the layer of '0.weight' has no size"):
-        learn.check_accumulation()
+@each(k=shown)
+def test_shown(k):
+    make,*says = shown[k]
+    check = make().check_accumulation()
+    for o in says: assert o in repr(check), f'{o} is not in {check}'
+    html = check._repr_html_()
+    assert html.count('<tr')==(len(check.causes)+1 if check.causes else 0) and 'color' not in html
+    assert ('&lt;lambda&gt;' in html)==(k=='differs') and ('could not' in repr(check))==(k=='other_lengths')
 
 def test_time_that_is_left():
     "A line without a number of steps, which nobody knows"
     class ProgressCallback(Callback): pass
     out = io.StringIO()
-    learn = learner(net(nn.BatchNorm1d(5)), cbs=[AccumulateStep(2), ProgressCallback()])
+    learn = learner(net(bn()), cbs=[AccumulateStep(2), ProgressCallback()])
     with redirect_stdout(out): learn.check_accumulation()
     said = out.getvalue()
     assert 'The causes are looked for, about' in said and 's more' in said and 'step' not in said
-
-def test_order_that_the_model_needs():
-    "PyTorch's `pack_padded_sequence` wants the longest sample first, as in each batch of this loader"
-    class Model(nn.Module):
-        def __init__(self): super().__init__(); self.lstm,self.out = nn.LSTM(2, 4, batch_first=True),nn.Linear(4,3)
-        def forward(self, x):
-            x = nn.utils.rnn.pack_padded_sequence(x, (x[...,0]!=0).sum(1).cpu(), batch_first=True)
-            return self.out(self.lstm(x)[1][0][0])
-    x = features(64, 12).view(64, 6, 2)
-    for i,o in enumerate(x): o[6-i%8//2:] = 0
-    model = Model().double()
-    clean(learner(model, x=x, shuffle=False, cbs=AccumulateStep(2)).check_accumulation())

@@ -1,8 +1,7 @@
 """What slices pay once in a fit and not in each batch, and what they share on the host."""
-from collections import Counter
+from unittest import mock
 from harness import *
 from fastai_accum.all import *
-from fastai_accum import microbatch
 from fastai_accum.proof.dry import Dry
 from fastai_accum.exact.lockstep import _stats
 from fastai_accum.memory.offload import Slab
@@ -11,44 +10,31 @@ def normed():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6,5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(.3), nn.Linear(5,3)).double()
 
-@pytest.mark.parametrize('kw', [dict(coupled=True), dict(exact=True)], ids=str)
-def test_once_a_fit(kw, monkeypatch, capsys):
+@each(kw=[dict(coupled=True), dict(exact=True)])
+def test_once_a_fit(kw):
     "The plan, two dry runs, are made once, for both epochs and for all batches of one shape"
-    n = Counter()
-    def count(o, k):
-        f = getattr(o, k)
-        def counted(*args, **more): n[k] += 1; return f(*args, **more)
-        monkeypatch.setattr(o, k, counted)
+    runs,run = [],Dry.run
     learn = make_learner(make_dls(64, 16), nn.Sequential(nn.Linear(6,3)).double() if 'coupled' in kw else normed(),
                          cbs=MicroBatch(4, valid=False, prove=False, **kw), splitter=trainable_params)
-    count(Dry, 'run')
-    learn.fit(2)
-    assert n['run']==(2 if 'exact' in kw else 0), n
+    with mock.patch.object(Dry, 'run', lambda *args, **more: runs.append(1) or run(*args, **more)): learn.fit(2)
+    assert len(runs)==(2 if 'exact' in kw else 0)
 
-class Late(nn.Module):
+def late():
     "Changes something from its fifth batch on: what it counts goes into what it returns"
-    def __init__(self):
-        super().__init__()
-        self.seen,self.lin = [],nn.Linear(6,3)
-    def forward(self, x):
-        if self.training and at[0]>=5: self.seen = [*self.seen,1]
-        return self.lin(x)*(1+len(self.seen))
+    def f(m, x):
+        if m.training and at[0]>=5: m.seen = [*m.seen,1]
+        return m.lin(x)*(1+len(m.seen))
+    at[0] = 0
+    torch.manual_seed(0)
+    return Made(f, seen=[], lin=nn.Linear(6,3).double())
 at = [0]
 
-class Counts(Callback):
-    run_valid = False
-    def before_batch(self): at[0] += 1
+def count(cb): at[0] += cb.training
 
 def test_what_changes_late_goes_from_slice_to_slice():
     "The batch runs once more, with all that can change"
-    def train(*cbs):
-        at[0] = 0
-        torch.manual_seed(0)
-        learn = make_learner(make_dls(64, 8), Late().double(), cbs=[Counts(),*cbs], splitter=trainable_params)
-        learn.fit(2, .01)
-        return learn
-    a,b = train(MicroBatch(3, coupled=True, prove=False)),train()
-    assert_same(a, b)
+    a,b = same(lambda: MicroBatch(3, coupled=True, prove=False), 8, 8, 64, lambda l: l.fit(2, .01), model=late,
+               also=partial(Callback, before_batch=count), shuffle=True, **one_group)
     assert len(a.model.seen)==len(b.model.seen)==12
 
 @each(shape=[(6,4), (6,4,5,3), (3,2,2,2,2)], dtype=[torch.float64,torch.float32])

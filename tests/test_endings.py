@@ -41,8 +41,7 @@ before_step after_step after_batch""".split()
 unseen = everywhere[:4]            # the micro-batch has not been through its backward pass
 late = 'before_step','after_step'  # at a boundary only
 caught = dict(CancelBatchException=everywhere[:-1], CancelStepException=['before_step'],
-              CancelTrainException=everywhere,
-              CancelEpochException=everywhere, CancelFitException=everywhere)
+              CancelTrainException=everywhere, CancelEpochException=everywhere, CancelFitException=everywhere)
 failures = [OSError, KeyboardInterrupt, torch.OutOfMemoryError]
 
 @dataclass(eq=False)
@@ -146,10 +145,9 @@ def pickled(l):
         return train(pickle.loads(pickle.dumps(l)))
 
 followers = dict(fit=Self.fit(1), fit_one_cycle=Self.fit_one_cycle(1), lr_find=find, validate=Self.validate(),
-                 get_preds=Self.get_preds(), predict=predict,
-                 show_results=show, export=export, save=save, freeze=frozen, deepcopy=deep_copy, pickle=pickled,
-                 new_learner=new_learner, remove_cb=lambda l: l.remove_cb(AccumulateStep).fit(1), turn_off=Self.fit(1),
-                 stay_on=Self.fit(1))
+                 get_preds=Self.get_preds(), predict=predict, show_results=show, export=export, save=save,
+                 freeze=frozen, deepcopy=deep_copy, pickle=pickled, new_learner=new_learner,
+                 remove_cb=lambda l: l.remove_cb(AccumulateStep).fit(1), turn_off=Self.fit(1), stay_on=Self.fit(1))
 
 # The table
 
@@ -221,8 +219,7 @@ in_searches = endings(18, of=lambda e: not e.is_caught)
 
 @pytest.mark.parametrize('follower', followers)
 def test_follows_an_ending(follower, tmp_path):
-    """After a fit, and after a search. What fastai itself leaves behind of that stays: the weights and rates of the
-    search"""
+    "After a fit, and after a search, of which the weights and rates stay, as in fastai itself"
     fits = [(e,{}) for e in in_fits[follower]]+[(e,dict(fit=search)) for e in in_searches[follower]]
     for i,(ending,kw) in enumerate(fits):
         print(ending, *kw)
@@ -241,8 +238,9 @@ def test_what_is_left(name, tmp_path):
         seed_all()
         leave(by_columns[tuple(k)], n_epoch, tmp_path)
 
-@each(5, event=['before_step','after_step'],
-       exc=[KeyboardInterrupt, OSError, CancelTrainException, CancelEpochException, CancelFitException])
+cancels = [CancelTrainException, CancelEpochException, CancelFitException]
+
+@each(5, event=late, exc=[KeyboardInterrupt,OSError,*cancels])
 def test_end_of_a_short_loader(event, exc, tmp_path):
     "The loader is shorter than it said, so its last window is smaller; what is raised there leaves nothing either"
     def fail(cb):
@@ -261,14 +259,10 @@ ways = dict(acc=lambda: [AccumulateStep(4)], micro=lambda: [MicroBatch(3)],
             exact=lambda: [MicroBatch(3, exact=True, prove=False)],
             both=lambda: [AccumulateStep(2),MicroBatch(3, coupled=True, prove=False)],
             sums=lambda: [AccumulateStep(4),GradAccumDtype()])
-in_fit = """before_fit before_epoch before_train before_batch after_pred after_loss before_backward after_backward
-before_step after_step after_batch after_train before_validate after_validate after_epoch after_fit""".split()
-
-in_fit_by = [KeyboardInterrupt, OSError, CancelBatchException, CancelTrainException, CancelEpochException,
-             CancelFitException]
+in_fit = dict.fromkeys(events+everywhere)
 
 @pytest.mark.parametrize('way', ways)
-@each(ending=sample(itertools.product(in_fit, in_fit_by), 16))
+@each(ending=sample(itertools.product(in_fit, [KeyboardInterrupt,OSError,CancelBatchException,*cancels]), 16))
 def test_nothing_is_left(way, ending):
     "However a fit ends, the next fit is that of a learner that was never interrupted"
     event,exc = ending

@@ -1,5 +1,5 @@
 "What a callback sees, and what is counted: nothing in the callbacks here knows of accumulation"
-import pytest
+import pickle,pytest,weakref
 from harness import *
 from fastai.callback.hook import ActivationStats
 from fastai_accum.loop import Counts
@@ -32,15 +32,9 @@ def test_every_event(case, fit, tmp_path):
 @each(order=[-math.inf, 0, 1000])
 def test_before_step(order):
     "`before_step` sees finished gradients and the mean loss of the window, at any order, and may change them"
-    class Look(Callback):
-        def before_fit(self): self.seen = []
-        def before_step(self):
-            self.seen.append([self.learn.loss.item()] + [p.grad.clone() for p in self.model.parameters()])
-            nn.utils.clip_grad_norm_(self.model.parameters(), .1)
-    def make(): cb = Look(); cb.order = order; return cb
-    a,b = same(lambda: AccumulateStep(4), also=make)
-    close(a.look.seen, b.look.seen)
-    assert len(b.look.seen)==6
+    def clip(cb): cb.learn.loss *= nn.utils.clip_grad_norm_(cb.model.parameters(), .1)   # what it returns is logged
+    def make(): cb = Callback(before_step=clip); cb.order = order; return cb
+    same(lambda: AccumulateStep(4), also=make)
 
 def test_boundary_and_counts():
     log = []
@@ -72,9 +66,7 @@ def test_metrics_of_training():
         i = a.recorder.metric_names.index('train_losses')-1
         close(L(a.recorder.values).itemgot(i), L(b.recorder.values).itemgot(i))
 
-class Gathers(Callback):
-    "Has `after_batch` at each micro-batch, and so sees each sample once"
-    each_micro_batch = True
+class Gathers(EachMicro):
     def before_train(self): self.seen = []
     def after_batch(self):
         if self.training: self.seen.append(self.learn.pred.detach())
@@ -91,11 +83,11 @@ def test_each_micro_batch(case):
     for l in (a,b): close(l.on_the_instance.seen, l.gathers.seen, 0)
     assert len(a.gathers.seen)>len(b.gathers.seen) and not any(m._forward_hooks for m in a.model.modules())
 
-def test_only_fastais_bar_is_counted_for(monkeypatch):
+def test_only_fastais_bar_is_counted_for():
     "A callback, or the model, may have a bar of its own in `pbar`, or any other name of ours"
     class Bar:
-        def __init__(self): self.seen = []
-        def update(self): self.seen.append(1)   # as tqdm's: one more
+        n = 0
+        def update(self): self.n += 1   # as tqdm's: one more
     class Own(Callback):
         order = 61
         def before_fit(self): self.pbar = Bar()
@@ -105,30 +97,28 @@ def test_only_fastais_bar_is_counted_for(monkeypatch):
         m.pbar,m.autocast,m.each_micro_batch,m.train_epoch,m.cuts,m.without = Bar(),3,True,4,5,6
         return m
     a,b = same(lambda: AccumulateStep(4), also=Own, model=named)
-    assert a.own.pbar.seen==b.own.pbar.seen!=[]
+    assert a.own.pbar.n==b.own.pbar.n>0
     with accumulation(4): learn = make_learner(make_dls(76, 8), named()); learn.fit(1)
     assert len(learn.spy.steps)==3
 
 @each(name=['run','run_train'])
 def test_switched_off(name):
     "As fastai's own callbacks: `run` for one fit, `run_train` in training"
-    off = dict(acc=lambda: AccumulateStep(4), micro=lambda: MicroBatch(3), coupled=lambda: MicroBatch(3, coupled=True))
-    for f in off.values():
+    for f in partial(AccumulateStep, 4),partial(MicroBatch, 3),partial(MicroBatch, 3, coupled=True):
         def cb(): cb = f(); setattr(cb, name, False); return cb
         a,b = pair(cb, 8, 8)
-        assert snapshot(a)['params']==[] or rel(snapshot(a), snapshot(b))[0]==0   # bit for bit plain fastai
-    learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(4))
+        assert rel(snapshot(a), snapshot(b))[0]==0   # bit for bit plain fastai
+
+def test_switched_on_again():
+    learn = make_learner(make_dls(64, 8), cbs=[AccumulateStep(4),MicroBatch(3)])
     learn.accumulate_step.run = False
-    learn.fit(1); assert len(learn.spy.steps)==8
+    learn.fit(1); assert len(learn.spy.steps)==8 and learn.micro_batches.counts.n_micro==24
     learn.fit(1); assert len(learn.spy.steps)==8+2
-    both = make_learner(make_dls(64, 8), cbs=[AccumulateStep(4),MicroBatch(3)])
-    both.accumulate_step.run_train = False
-    both.fit(1); assert len(both.spy.steps)==8 and both.micro_batches.counts.n_micro==24
     sizes = []
-    both.model[0].register_forward_hook(lambda m, x, y: sizes.append(len(y)))
-    both.validate(); assert max(sizes)==3
-    both.micro_batches.run_valid = False   # as `valid=False`
-    both.validate(); assert max(sizes)==16
+    learn.model[0].register_forward_hook(lambda m, x, y: sizes.append(len(y)))
+    learn.validate(); assert max(sizes)==3
+    learn.micro_batches.run_valid = False   # as `valid=False`
+    learn.validate(); assert max(sizes)==16
 
 class Unlabelled(DataLoader):
     "Some batches have no targets"
@@ -162,32 +152,24 @@ def test_a_subclass_with_its_own_before_fit():
             learn.fit(1)
             assert cb.counts.sizes==[32,32]
 
-class Average(Callback):
-    "An exponential average of the weights, updated in `after_batch`"
-    def before_fit(self): self.avg = [p.detach().clone() for p in self.model.parameters()]
-    def after_batch(self):
-        if self.training:
-            for a,p in zip(self.avg, self.model.parameters()): a.lerp_(p.detach(), .3)
-
 class EveryOther(Callback):
     "Does something every other batch, by `self.iter`"
     def before_fit(self): self.seen = []
     def after_batch(self):
-        if self.training and self.iter%2==0:
-            self.seen += [self.iter, self.n_iter, *(p.detach().clone() for p in self.model.parameters())]
+        if self.training and self.iter%2==0: self.seen += deepcopy([self.iter, self.n_iter, *weights(self.learn)])
 
 class Validates(Callback):
     "Validates in the middle of an epoch, which leaves the learner in validation"
-    run_valid = False
-    def before_fit(self): self.seen = []
+    run_valid,seen = False,()
     def after_batch(self):
         if self.iter==1: self.learn.validate()
 
 kept = 'dl iter n_iter epoch train_iter pct_train xb yb pred loss smooth_loss final_record'.split()
 
 class Predicts(Callback):
-    "Gets predictions in the middle of an epoch, and puts the learner back"
-    run_valid,inner,event = False,False,'after_batch'
+    "Gets predictions in the middle of an epoch, or within the fit, after the step, and puts the learner back"
+    run_valid = False
+    def __init__(self, event, inner): self.inner = inner; setattr(self, event, self._predict)
     def before_fit(self): self.seen = []
     def _predict(self):
         if self.iter%2: return
@@ -199,53 +181,41 @@ class Predicts(Callback):
         vars(self.learn.recorder).update(recorder)
         self.learn.training = True
         self.model.train()
-    def after_batch(self): self._predict()
 
-class PredictsInside(Predicts):
-    "The same within the fit, after the step"
-    inner,after_batch = True,noop
-    def after_step(self): self._predict()
-
-callbacks = dict(average=Average, every=EveryOther, validates=Validates, predicts=Predicts, inside=PredictsInside)
+callbacks = dict(every=EveryOther, validates=Validates, predicts=partial(Predicts, 'after_batch', False),
+                 inside=partial(Predicts, 'after_step', True))
 
 @each(7, name=callbacks, case=['kept','dropped','n_samples','shorter','micro','coupled','both'])
 def test_what_acts_once_a_batch(name, case):
     a,b = same(**cases[case], also=callbacks[name], but=('final_record','values') if name=='validates' else ())
-    for k in 'avg','seen': close(*(getattr(first(l.cbs, risinstance(callbacks[name])), k, []) for l in (a,b)))
+    close(*(first(o.seen for o in l.cbs if hasattr(o, 'seen')) for l in (a,b)))
 
 class Own(Learner):
     "Overrides what fastai's loop calls"
-    def __init__(self, *args, **kwargs): self.calls = []; super().__init__(*args, **kwargs)
-    def one_batch(self, i, b): self.calls.append('one_batch'); super().one_batch(i, b)
+    def one_batch(self, i, b): self.calls.append('one_batch'); Learner.one_batch(self, i, b)
     def _backward(self): self.calls.append('_backward'); (self.loss_grad*2).backward()
-    def _step(self): self.calls.append('_step'); super()._step()
+    def _step(self): self.calls.append('_step'); Learner._step(self)
 
 @each(how=['class','instance'])
 def test_what_users_override(how):
     "Subclasses and methods put on the learner are used for each micro-batch, and the step once a window"
+    names = 'one_batch','_backward','_step'
     def train(bs, cbs):
         learn = make_learner(make_dls(76, bs, shuffle=False), cbs=cbs)
-        learn.calls = []
+        learn.calls,own = [],{k:partial(getattr(Own, k), learn) for k in names if how=='instance'}
         if how=='class': learn.__class__ = Own
-        else:
-            for k in ('one_batch','_step'):
-                setattr(learn, k,
-                        partial(lambda k, f, *args: (learn.calls.append(k), f(*args))[1], k, getattr(learn, k)))
-            learn._backward = lambda: (learn.calls.append('_backward'), (learn.loss_grad*2).backward())
-        own = {k:vars(learn)[k] for k in ('one_batch','_backward','_step') if k in vars(learn)}
+        vars(learn).update(own)
         learn.fit_one_cycle(2)
         assert all(vars(learn)[k] is v for k,v in own.items()) and '_with_events' not in vars(learn)
         return learn
+    def count(l): return [l.calls.count(k) for k in names]
     a,b = train(8, AccumulateStep(4)),train(32, None)
     assert_same(a, b)
-    n_valid = 2*2
-    count = lambda l: [l.calls.count(k)-(n_valid if 'one' in k else 0) for k in ('one_batch','_backward','_step')]
-    assert count(a)==[20,20,6] and count(b)==[6,6,6]
+    assert count(a)==[20+4,20,6] and count(b)==[6+4,6,6]   # four batches in validation
 
 @each(when=['after_batch','before_batch','after_epoch','before_validate'])
 def test_saved_in_the_middle(when, tmp_path):
     "A learner that is exported, pickled or copied while it trains: what is replaced leaves itself out"
-    import pickle
     copies = []
     def save(cb):
         if cb.epoch==0 and not copies: copies.append(pickle.dumps(cb.learn))
@@ -262,30 +232,30 @@ def test_saved_in_the_middle(when, tmp_path):
 def test_added_when_a_fit_has_begun(event):
     "From the next loop over batches on"
     def add(cb):
-        if cb.training and not hasattr(cb.learn, 'accumulate_step'): cb.learn.accumulate(4)
-    def add_later(cb):
-        if cb.epoch==0: cb.learn.accumulate(4)
-    learn = make_learner(make_dls(64, 8), cbs=Callback(**{event:add_later if event=='after_epoch' else add}))
+        if not hasattr(cb.learn, 'accumulate_step'): cb.learn.accumulate(4)
+    learn = make_learner(make_dls(64, 8), cbs=Callback(**{event:add}))
     learn.fit(2)
-    assert len(learn.spy.steps)==(4 if event=='before_train' else 8+2)
-    assert learn.accumulate_step.counts.n_steps==len(learn.spy.steps)-(0 if event=='before_train' else 8)
-    assert AccumulateStep(4).counts.n_steps==0
+    before = 0 if event=='before_train' else 8
+    assert len(learn.spy.steps)==before+(2 if before else 4)
+    assert learn.accumulate_step.counts.n_steps==len(learn.spy.steps)-before and AccumulateStep(4).counts.n_steps==0
 
 def test_batches_in_memory():
-    "No more batches of the loader are alive than in plain training"
-    import weakref
-    def most(cbs):
-        refs,seen = [],[]
-        class Loader(DataLoader):
-            def __iter__(self):
-                for b in super().__iter__(): refs.append(weakref.ref(b[0])); yield b
-        def look(cb): seen.append(sum(r() is not None for r in refs)) if cb.training else None
-        dls = DataLoaders(Loader(Items(features(96), classes(96)), bs=8),
-                          DataLoader(Items(features(16), classes(16)), bs=16))
-        make_learner(dls, cbs=[*cbs,Callback(after_backward=look)]).fit(1)
-        return max(seen)
-    plain = most([])
-    for n_step in 2,4,6: assert most([AccumulateStep(n_step)])<=plain
+    "No more batches of the loader are alive than in plain training, and no graph of an earlier one"
+    class Loader(DataLoader):
+        def __iter__(self):
+            for b in super().__iter__(): refs.append(weakref.ref(b[0])); yield b
+    def most(*cbs):
+        refs.clear()
+        graphs,seen = [],[]
+        def look(cb): graphs.append(weakref.ref(cb.learn.pred)); seen.append([alive(refs),alive(graphs)])
+        dls = DataLoaders(Loader(Items(features(96), classes(96)), bs=8), make_dls(16, 16).valid)
+        make_learner(dls, cbs=[*cbs,NoValid(),Callback(after_backward=look)]).fit(1)
+        assert max(n for _,n in seen)==1
+        return max(n for n,_ in seen)
+    def alive(os): return sum(o() is not None for o in os)
+    refs = []
+    plain = most()
+    for n_step in 2,4,6: assert most(AccumulateStep(n_step))<=plain
 
 def test_a_slice_that_is_left_out():
     "With `n_samples` the window goes on until enough are in, also if a slice of its last batch was left out"

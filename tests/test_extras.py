@@ -2,6 +2,7 @@
 import pytest
 from torchvision.models.resnet import BasicBlock,ResNet
 from harness import *
+from kinds import Odd
 from pasted import recipe
 from fastai_accum.extras import *
 
@@ -37,10 +38,9 @@ def test_a_loss_that_is_nan(left_out, value, capsys):
 def image_learner(bs, cbs=None, change=noop):
     "36 images, so that 4 × 4 has a tail"
     torch.manual_seed(0)
-    x = torch.randn(36,3,32,32, generator=torch.Generator().manual_seed(0)).double()
     model = change(ResNet(BasicBlock, [1,1,1,1], num_classes=3).double())
-    return make_learner(make_dls(36, bs, x=x, y=classes(36)), model, opt_func=SGD, lr=1e-2, cbs=cbs,
-                        splitter=trainable_params)
+    dls = make_dls(36, bs, x=features(36, 3*32*32).view(36,3,32,32))
+    return make_learner(dls, model, opt_func=SGD, lr=1e-2, cbs=cbs, splitter=trainable_params)
 
 def test_group_norm_is_exact():
     change = recipe('tutorials/keep_batch_norm.ipynb', 'to_group_norm')
@@ -67,7 +67,13 @@ def test_batch_norm_eval():
 
 # ---- the note on batch norm
 
-def normed(): return nn.Sequential(nn.Linear(6,8), nn.BatchNorm1d(8), nn.Linear(8,3)).double()
+def normed(*cbs, limit=99):
+    "A learner whose model takes at most `limit` samples"
+    def f(m, x):
+        if len(x)>limit: raise RuntimeError('out of memory')
+        return m.body(x)
+    model = Odd(f, body=nn.Sequential(nn.Linear(6,8), nn.BatchNorm1d(8), nn.Linear(8,3))).double()
+    return make_learner(make_dls(24, 4), model, cbs=cbs, splitter=params)
 
 @pytest.mark.parametrize('cbs,sees,line', [
     ([MicroBatch(2)], 'MicroBatch(bs=2): batch norm sees 2 samples', 'write learn.micro_batch(2, exact=True)'),
@@ -79,7 +85,7 @@ def normed(): return nn.Sequential(nn.Linear(6,8), nn.BatchNorm1d(8), nn.Linear(
     ([AccumulateStep(3),MicroBatch(2)], 'sees 2 samples', 'load batches of 12 and'),
     ([AccumulateStep(3),MicroBatch(2, exact=True)], 'sees 4 samples', 'load batches of 12 and')], ids=str)
 def test_the_note_comes_once_and_names_the_line(cbs, sees, line, capsys):
-    learn = make_learner(make_dls(24, 4), normed(), cbs=cbs, splitter=params)
+    learn = normed(*cbs)
     learn.lr_find(num_it=2, show_plot=False, suggest_funcs=None)
     assert 'batch norm sees' not in capsys.readouterr().out
     for _ in range(2): learn.fit(1)
@@ -90,19 +96,13 @@ def test_the_note_comes_once_and_names_the_line(cbs, sees, line, capsys):
 def test_the_note_comes_when_a_batch_is_cut(case, capsys):
     "`MicroBatch()` cuts nothing until memory runs out, and large slices cut nothing"
     limit,bs = case
-    class Small(nn.Module):
-        def __init__(self): super().__init__(); self.body = normed()
-        def forward(self, x):
-            if len(x)>limit: raise RuntimeError('out of memory')
-            return self.body(x)
-    make_learner(make_dls(24, 4), Small(), cbs=MicroBatch(bs), splitter=params).fit(1)
+    normed(MicroBatch(bs), limit=limit).fit(1)
     out = capsys.readouterr().out
     assert ('batch norm sees 2 samples' in out and 'learn.micro_batch(exact=True)' in out)==(limit==3), out
 
 @each(cbs=[[], [AccumulateStep(1)], [AccumulateStep(2),BatchNormEval()], [MicroBatch(2, exact=True)]])
 def test_no_note(cbs, capsys):
-    make_learner(make_dls(24, 4), normed(), cbs=cbs, splitter=params).fit(1)
+    normed(*cbs).fit(1)
     make_learner(make_dls(24, 4), cbs=AccumulateStep(2)).fit(1)   # without batch norm
-    refused = make_learner(make_dls(24, 4), normed(), cbs=AccumulateStep(50, drop_last=True), splitter=params)
-    with pytest.raises(ValueError, match='would never step'): refused.fit(1)
+    with pytest.raises(ValueError, match='would never step'): normed(AccumulateStep(50, drop_last=True)).fit(1)
     assert 'batch norm' not in capsys.readouterr().out

@@ -7,18 +7,13 @@ from contextlib import nullcontext
 from harness import *
 from fastai_accum.patch import *
 
-n_epoch = 4
 def learner(bs, path, cbs=None): return make_learner(make_dls(76, bs, shuffle=False), path=path, cbs=cbs)
-def checkpoints(): return SaveModelCallback(every_epoch=True, with_opt=True)
-fits = dict(fit=lambda l,**kw: l.fit(n_epoch, 0.02, **kw),
-            one_cycle=lambda l,**kw: l.fit_one_cycle(n_epoch, 0.02, **kw),
-            sgdr=lambda l,**kw: l.fit_sgdr(2, 1, 0.02, cycle_mult=3, **kw))
+fits = dict(fit=lambda l,**kw: l.fit(4, 0.02, **kw), one_cycle=lambda l,**kw: l.fit_one_cycle(4, 0.02, **kw),
+            sgdr=lambda l,**kw: l.fit_sgdr(2, 1, 0.02, cycle_mult=3, **kw))   # of 1 epoch and of 3
 
-class Interrupt(Callback):
-    "Ctrl-C in the middle of a window of `epoch`"
-    def __init__(self, epoch): self.at = epoch
-    def after_backward(self):
-        if self.epoch==self.at and self.micro.i==5: raise KeyboardInterrupt
+def interrupt(cb):
+    "Ctrl-C in the middle of a window"
+    if cb.epoch==2 and cb.learn.micro.i==5: raise KeyboardInterrupt
 
 @drawn(3, fit=fits, how=['callback','patch'], same=[True,False])
 def test_resume(fit, how, same, tmp_path):
@@ -27,7 +22,8 @@ def test_resume(fit, how, same, tmp_path):
     with accumulation(4) if how=='patch' else nullcontext():
         whole,a = make(),make()
         fits[fit](whole)
-        with pytest.raises(KeyboardInterrupt): fits[fit](a, cbs=[checkpoints(),Interrupt(2)])
+        saves = SaveModelCallback(every_epoch=True, with_opt=True)
+        with pytest.raises(KeyboardInterrupt): fits[fit](a, cbs=[saves,Callback(after_backward=interrupt)])
         if not same: a = make()
         a.load('model_1')
         a.spy.steps = []
@@ -60,17 +56,15 @@ class Watch(EachMicro):
 
 @pytest.mark.skipif(not Path('/proc/self/statm').exists(),
                     reason='reads the memory of the process from /proc, which only Linux has')
-@pytest.mark.parametrize('n_epoch,kw', [(100, dict(n_step=4)), (20, dict(n_samples=30)),
-    (20, dict(n_step=7, drop_last=True))] if SWEEP else [(12, dict(n_samples=30, drop_last=True))], ids=str)
-def test_soak(n_epoch, kw):
+def test_soak():
     "Without `Recorder`, whose lists grow by one a step"
-    watch = Watch()
-    learn = make_learner(make_dls(1000*8-3, 8, skip=(5,77)), cbs=[watch,AccumulateStep(**kw)])
+    watch,n_epoch = Watch(),100 if SWEEP else 12
+    learn = make_learner(make_dls(1000*8-3, 8, skip=(5,77)), cbs=[watch,AccumulateStep(n_samples=30, drop_last=True)])
     learn.remove_cbs([Spy,Recorder])
     learn.fit(n_epoch)
     first,last = (sorted(o)[3] for o in (watch.calls[:6], watch.calls[-7:-1]))   # an epoch may end among them
     grown = watch.mem[-1]-watch.mem[0]
-    print(f'{kw}: {watch.n} micro-batches; {grown:+.2f} MiB from the first 1,000 to the end; calls × {last/first:.3f}')
+    print(f'{watch.n} micro-batches; {grown:+.2f} MiB from the first 1,000 to the end; calls × {last/first:.3f}')
     assert watch.n>=n_epoch*990 and grown<1 and last/first<1.05
     n = learn.accumulate_step.counts
     assert n.n_samples==n.n_stepped+n.n_thrown

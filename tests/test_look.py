@@ -5,10 +5,10 @@ it begins. A good model must not be refused. A model that has changed between tw
 import contextlib
 import pytest
 from harness import *
+from kinds import Odd,lin
 from fastai_accum.all import *
 from fastai_accum.proof import compare as the_look,guard as the_guard
-from fastai_accum.proof.compare import Look,Sizes,most,part
-from fastai_accum.proof.compare import Way
+from fastai_accum.proof.compare import Look,Sizes,Way,most,part
 from fastai_accum.proof.record import sketch
 from fastai_accum.slices import Refused,slices
 from torch.nn import functional as F
@@ -23,48 +23,35 @@ def texts(n=N, t=12):
     for row,k in zip(x, torch.randint(3, t+1, (n,), generator=g(3))): row[k:] = 1
     return x
 
-class Net(nn.Module):
+def rows(f, **more):
     "Two layers, with what `f` does to the rows between them"
-    def __init__(self, f, **more):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a,self.b,self.f = nn.Linear(6, 8),nn.Linear(8, 3),f
-        for k,v in more.items(): setattr(self, k, v)
-        self.double()
-    def forward(self, x, *more): return self.b(torch.tanh(self.f(self, self.a(x), *more)))
+    def forward(m, x, *xs): return m.b(torch.tanh(f(m, m.a(x), *xs)))
+    torch.manual_seed(0)
+    return Odd(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 3), **more).double()
 
-class Text(nn.Module):
+def words(f):
     "Words, with what `f` does to a batch of them"
-    def __init__(self, f):
-        super().__init__()
-        torch.manual_seed(0)
-        self.e,self.o,self.f = nn.Embedding(20, 6),nn.Linear(6, 3),f
-        self.double()
-    def forward(self, x): return self.o(torch.tanh(self.f(self, x)))
+    torch.manual_seed(0)
+    return Odd(lambda m, x: m.o(torch.tanh(f(m, x))), e=nn.Embedding(20, 6), o=nn.Linear(6, 3)).double()
 
 def lengths(x): return (x!=1).sum(1)
 padding = dict(
     cut=lambda m,x: m.e(x[:,:int(lengths(x).max())]).mean(1),
     shortest=lambda m,x: m.e(x[:,:int(lengths(x).min())]).mean(1),
-    relative=lambda m,x: m.e(x).sum(1)/lengths(x).max(),
-    sorted_in_half=lambda m,x: m.e(x[lengths(x).argsort()]).cumsum(0)[lengths(x).argsort().argsort()].mean(1),
-    packed=lambda m,x: m.e(torch.where(torch.arange(x.shape[1])<lengths(x).double().mean(), x, 1)).mean(1))
+    relative=lambda m,x: m.e(x).sum(1)/lengths(x).max())
 
 def same(k): return (k[:,None]==k[None]).double()
 groups = dict(
     mean=lambda m,h,k: h-.5*same(k)@h/same(k).sum(1, keepdim=True),
     first=lambda m,h,k: h+h[(same(k).argmax(1))],
-    count=lambda m,h,k: h*same(k).sum(1, keepdim=True),
-    scatter=lambda m,h,k: h+torch.zeros(7, 8, dtype=double).index_add(0, k, h)[k],
     attention=lambda m,h,k: h+torch.softmax((h@h.T).masked_fill(same(k)==0, -math.inf), 1)@h)
 
 def rows_of(k): return lambda m,h: h*(1+torch.zeros(len(h), 1, dtype=double).index_fill(0, k(h), 1.))
 def size(h): return h.norm(dim=1)
 selected = dict(
     top=rows_of(lambda h: size(h).topk(min(12, len(h))).indices), lowest=rows_of(lambda h: size(h).argsort()[:10]),
-    median=rows_of(lambda h: (size(h)>size(h).median()).nonzero()[:,0]),
-    late=rows_of(lambda h: torch.arange(16, max(16, len(h)))),
-    largest=lambda m,h: h/h.abs().max(), rank=lambda m,h: h+size(h).argsort().argsort()[:,None]/10)
+    late=rows_of(lambda h: torch.arange(16, max(16, len(h)))), largest=lambda m,h: h/h.abs().max(),
+    rank=lambda m,h: h+size(h).argsort().argsort()[:,None]/10)
 
 def experts(capacity):
     def run(m, h):
@@ -76,11 +63,10 @@ def experts(capacity):
         return out
     return run
 def moe(capacity):
-    return Net(experts(capacity), router=nn.Linear(8,3), experts=nn.ModuleList(nn.Linear(8,8) for _ in range(3)))
+    return rows(experts(capacity), router=nn.Linear(8,3), experts=nn.ModuleList(lin() for _ in range(3)))
 capacities = dict(
     five=lambda m,k,h,j: k[:5], share=lambda m,k,h,j: k[:max(1, len(h)//8)],
-    at_least=lambda m,k,h,j: k if len(k)>=6 else k[:0],
-    by_size=lambda m,k,h,j: k[size(h[k]).argsort()[:4]], half=lambda m,k,h,j: k[:len(k)//2])
+    half=lambda m,k,h,j: k[:len(k)//2])
 
 def checked(f):
     def run(m, h):
@@ -89,12 +75,10 @@ def checked(f):
     return run
 behind_asserts = dict(
     groups_of_twelve=checked(lambda h: torch.cat([o-o.mean(0) for o in h.split(12)])),
-    item=checked(lambda h: h*h[0,0].item()), mask=checked(lambda h: h+h[h[:,0]>0].mean(0)),
-    from_sixteen=checked(lambda h: h*2 if len(h)>=16 else h),
-    chunks=checked(lambda h: torch.cat([o-o.mean(0) for o in h.chunk(2)])))
+    item=checked(lambda h: h*h[0,0].item()), mask=checked(lambda h: h+h[h[:,0]>0].mean(0)))
 
-kinds = dict(padding=(Text, texts, padding), ids=(Net, lambda: (feats(),ids()), groups), rows=(Net, feats, selected),
-             experts=(moe, feats, capacities), asserts=(Net, feats, behind_asserts))
+kinds = dict(padding=(words, texts, padding), ids=(rows, lambda: (feats(),ids()), groups), rows=(rows, feats, selected),
+             experts=(moe, feats, capacities), asserts=(rows, feats, behind_asserts))
 ways = 'exact','coupled'
 
 def learner(model, xb, *cbs, loss=nn.CrossEntropyLoss(), y=None, device=None):
@@ -126,10 +110,23 @@ def test_what_a_model_does_only_with_the_batch_that_trains(kind, variant, way):
     "The first variant of each kind with `exact`, and the second with `coupled`"
     make,data,variants = kinds[kind]
     said = refused(learner(make(variants[variant]), data(), MicroBatch(bs, **{way:True})), f'MicroBatch: {way}=True')
-    assert re.search('It begins in the (Net|Text)[. ]', said), said
+    assert re.search('It begins in the Odd[. ]', said), said
+
+at_16 = dict(number=lambda m,h: h*(2. if len(h)>=16 else 1.),
+             dropout=lambda m,h: F.dropout(h, .5 if len(h)>=16 else .1),
+             weights=lambda m,h: (m.c if len(h)>=16 else m.d)(h), norm=lambda m,h: m.norm(h) if len(h)>=16 else h)
+
+@drawn(5, k=at_16, size=[8,1], dim=[0,1])
+def test_numbers_and_weights_that_depend_on_the_size(k, size, dim):
+    "With the same operations of PyTorch; also where slices have one sample, or where a batch is split in another way"
+    def split(b, bs): return [(b[0][:,i:i+bs],b[1][i:i+bs]) for i in range(0, len(b[1]), bs)]
+    m = Odd(lambda m, x: m.b(at_16[k](m, m.a(x.transpose(0, dim)))), a=nn.Linear(6,8), b=nn.Linear(8,3),
+            c=lin(), d=lin(), norm=nn.BatchNorm1d(8)).double()
+    cb = MicroBatch(size, exact=True, split=split if dim else None)
+    refused(learner(m, feats().transpose(0, dim), cb), 'your batch of 32 samples is fine, but in slices of')
 
 def test_on_a_device(device):
-    for model,xb in (Net(groups['mean']),(feats(),ids())),(Text(padding['cut']),(texts(),)):
+    for model,xb in (rows(groups['mean']),(feats(),ids())),(words(padding['cut']),(texts(),)):
         xb = tuple(o.to(here.device) for o in xb)
         refused(learner(model.to(here.device), xb, MicroBatch(bs, exact=True), device=here.device))
 
@@ -202,51 +199,34 @@ def test_each_number_of_samples_is_looked_at_once(monkeypatch):
 
 # ---- what a refusal says
 
-class Between(nn.Module):
-    "Computes between its children"
-    def __init__(self, f): super().__init__(); self.a,self.b,self.f = nn.Linear(8,8),nn.Linear(8,8),f
-    def forward(self, x): return self.b(self.f(self.a(x)))
-class InPlace(nn.Module):
-    def forward(self, x): return x.sub_(x.mean(0))
-class ByName(nn.Module):
-    "Calls its child with an argument by name"
-    def __init__(self): super().__init__(); self.lin = nn.Linear(8, 8)
-    def forward(self, x): return self.lin(input=centre(x))
-class Centre(nn.Module):
-    def forward(self, x): return centre(x)
-
+def between(f): return Odd(lambda m, x: m.b(f(m.a(x))), a=lin(), b=lin())
 def late(h): return centre(h) if len(h)>=32 else h   # only the batch that trains shows it
+def around(*odd): return nn.Sequential(nn.Linear(6,8), *odd, nn.Linear(8,3)).double()
 
 @each(case=[
-    (lambda: Between(centre), "Between '1'"), (lambda: nn.Sequential(nn.Linear(8,8), Between(late)), "Between '1.1'"),
-    (ByName, "ByName '1'"), (lambda: nn.Sequential(Centre(), Between(noop)), "Centre '1.0'"),
-    (lambda: nn.Sequential(nn.Tanh(), InPlace()), "InPlace '1.1'")])
+    (lambda: between(centre), '1'), (lambda: nn.Sequential(lin(), between(late)), '1.1'),
+    (lambda: Odd(lambda m, x: m.lin(input=centre(x)), lin=lin()), '1'),   # with an argument by name
+    (lambda: nn.Sequential(Odd(lambda m, x: centre(x)), between(noop)), '1.0'),
+    (lambda: nn.Sequential(nn.Tanh(), Odd(lambda m, x: x.sub_(x.mean(0)))), '1.1')])
 def test_the_innermost_module_that_gets_the_same(case):
     odd,where = case
-    m = nn.Sequential(nn.Linear(6,8), odd(), nn.Linear(8,3)).double()
-    refused(learner(m, feats(), MicroBatch(bs, coupled=True)), f'It begins in the {where}')
+    refused(learner(around(odd()), feats(), MicroBatch(bs, coupled=True)), f"It begins in the Odd '{where}'")
 
-class Begins(nn.Module):
-    "Changes its input in place, so that it cannot be computed again"
-    def __init__(self, f): super().__init__(); self.lin,self.f = nn.Linear(8, 8),f
-    def forward(self, x): return self.lin(self.f(x.mul_(2)))
-
-@each(case=[(lambda: Between(centre),'MicroBatch: coupled=True is not'),
-            (lambda: Begins(noop),'GradientCheckpointing: 1 changes')])
+@each(case=[(lambda: between(centre),'MicroBatch: coupled=True is not'),   # or its input cannot be computed again
+            (lambda: Odd(lambda m, x: m.lin(x.mul_(2)), lin=lin()),'GradientCheckpointing: 1 changes')])
 def test_of_two_ways_the_one_that_fails_is_named(case):
     "Whichever comes first"
     odd,says = case
-    m = nn.Sequential(nn.Linear(6,8), odd(), nn.Linear(8,3)).double()
+    m = around(odd())
     learn = learner(m, feats(), MicroBatch(bs, coupled=True), GradientCheckpointing([m[1]]))
     with pytest.raises(Refused, match=says): trained(learn)
 
 def test_what_is_exact_comes_first():
-    blocks = nn.Sequential(nn.Linear(8,8), nn.Tanh()),nn.Sequential(nn.Linear(8,3))
-    m = nn.Sequential(nn.Linear(6,8), Centre(), nn.Tanh(), *blocks).double()
+    m = around(Odd(lambda m, x: centre(x)), nn.Tanh(), nn.Sequential(lin(), nn.Tanh()), nn.Sequential(lin()))
     said = refused(learner(m, feats(), MicroBatch(bs, exact=True)))
     assert 'Write GradientCheckpointing() or OffloadActivations() in its place' in said
-    assert 'MicroBatch without exact=True is another training: batch norm, random numbers and the Centre ' in said
-    said = refused(learner(Net(lambda m, h: centre(h)), feats(), MicroBatch(bs, exact=True)))   # it has no blocks
+    assert 'MicroBatch without exact=True is another training: batch norm, random numbers and the Odd ' in said
+    said = refused(learner(rows(lambda m, h: centre(h)), feats(), MicroBatch(bs, exact=True)))   # it has no blocks
     assert 'Write OffloadActivations() in its place' in said
 
 def test_a_model_that_raises_in_slices_only():
@@ -254,32 +234,26 @@ def test_a_model_that_raises_in_slices_only():
         assert not 4<len(h)<16, 'too few rows'
         return h
     says = 'in slices of 8 the model raises AssertionError: too few rows'
-    refused(learner(Net(f), feats(), MicroBatch(bs, exact=True)), says)
+    refused(learner(rows(f), feats(), MicroBatch(bs, exact=True)), says)
 
-def test_a_model_that_cannot_run_as_a_whole(capsys):
-    "Nobody knows then, and the line of the proof says so"
-    def f(m, h):
-        if len(h)>bs: raise IndexError('not so many')
-        return h
-    learner(Net(f), feats(), MicroBatch(bs, exact=True)).fit(1)
-    says = 'Your batch could not run forward as a whole and in slices (IndexError: not so many).'
-    assert says in capsys.readouterr().out
+def too_many(m, h):
+    if len(h)>bs: raise IndexError('not so many')
+    return h
+def standardised():
+    "Batch norm of weights, as in NFNets: without gradients nobody can tell that slices come to the same one"
+    def f(m, x): return m.bn(F.linear(x, F.batch_norm(m.lin.weight[None], None, None, m.gain*2, training=True)[0]))
+    return around(Odd(f, lin=lin(), gain=nn.Parameter(torch.ones(8)), bn=nn.BatchNorm1d(8)))
 
-def test_the_line_says_what_was_compared(capsys):
-    learner(Plain(), feats(), MicroBatch(bs, exact=True)).fit(1)
+@each(case=[
+    (Plain, '32 samples of your batch run forward as in slices of 8: an error above 1e-08 would show.'),
+    (lambda: rows(too_many), 'Your batch could not run forward as a whole and in slices (IndexError: not so many).'),
+    (standardised, '')])
+def test_the_line_says_what_was_compared(case, capsys):
+    "If nobody knows, the line says so, and the training goes on"
+    make,says = case
+    learner(make(), feats(), MicroBatch(bs, exact=True)).fit(1)
     said = capsys.readouterr().out
-    assert '32 samples of your batch run forward as in slices of 8: an error above 1e-08 would show.' in said
-
-def test_a_batch_norm_of_weights(capsys):
-    "As in NFNets: without gradients nobody can tell that slices come to the same one, and the training goes on"
-    class Standardised(nn.Linear):
-        def __init__(self): super().__init__(8, 8); self.gain,self.bn = nn.Parameter(torch.ones(8)),nn.BatchNorm1d(8)
-        def forward(self, x):
-            return self.bn(F.linear(x, F.batch_norm(self.weight[None], None, None, self.gain*2, training=True)[0]))
-    torch.manual_seed(0)
-    m = nn.Sequential(nn.Linear(6,8), Standardised(), nn.Linear(8,3)).double()
-    learner(m, feats(), MicroBatch(bs, exact=True)).fit(1)
-    assert 'is proved on your model' in capsys.readouterr().out
+    assert 'is proved on your model' in said and says in said
 
 # ---- memory
 
@@ -361,8 +335,8 @@ def cnn(*norm):
 def masked_mean(m, x): return (m.e(x)*(x!=1)[...,None]).sum(1)/lengths(x)[:,None]
 good = dict(
     norms=lambda: (cnn(nn.BatchNorm2d(8), nn.Dropout2d(.3)),torch.randn(N,3,16,16)),
-    groups=lambda: (cnn(nn.GroupNorm(2,8)),torch.randn(N,3,16,16)), mask=lambda: (Text(masked_mean),texts()),
-    item=lambda: (Net(checked(lambda h: h)),feats()), moe=lambda: (moe(lambda m,k,h,j: k),feats()))
+    groups=lambda: (cnn(nn.GroupNorm(2,8)),torch.randn(N,3,16,16)), mask=lambda: (words(masked_mean),texts()),
+    item=lambda: (rows(checked(lambda h: h)),feats()), moe=lambda: (moe(lambda m,k,h,j: k),feats()))
 
 @drawn(5, k=good, way=ways)
 def test_good_models(k, way, capsys):

@@ -1,9 +1,9 @@
 """The weight of each loss is what its mean divides by, and training with it is the large batch's: cut evenly and
 unevenly, in windows without targets, and any window. Rows of the page "Works with" train each loss as it is"""
 import pytest
-from functools import partial
 from hypothesis import given,settings,strategies as st
 from harness import *
+from kinds import Odd
 from fastai_accum.loss import *
 
 N,BS = 76,8      # windows of 4: two full ones, and a tail of two whose last is half as large
@@ -20,14 +20,12 @@ def rare(): y = torch.zeros(N).long(); y[::11] = 1; y[40:48] = 2; return y
 W  = torch.tensor([1., 10., 3.]).double()
 W0 = torch.tensor([1., 10., 0.]).double()
 
-class Pixels(nn.Module):
-    "Six features to a map of 3 classes on 4 × 4 pixels"
-    def __init__(self): super().__init__(); torch.manual_seed(0); self.lin = nn.Linear(6,48).double()
-    def forward(self, x): return self.lin(x).reshape(-1,3,4,4)
-class Steps(nn.Module):
-    "Six features to log-probabilities of 3 classes at 7 steps, samples in the second dimension"
-    def __init__(self): super().__init__(); torch.manual_seed(0); self.lin = nn.Linear(6,21).double()
-    def forward(self, x): return self.lin(x).reshape(-1,7,3).log_softmax(-1).transpose(0,1)
+def head(n, f):
+    torch.manual_seed(0)
+    return Odd(lambda m, x: f(m.lin(x)), lin=nn.Linear(6,n)).double()
+def Pixels(): return head(48, lambda h: h.reshape(-1,3,4,4))   # a map of 3 classes on 4 × 4 pixels
+# log-probabilities of 3 classes at 7 steps, samples in the second dimension
+def Steps(): return head(21, lambda h: h.reshape(-1,7,3).log_softmax(-1).transpose(0,1))
 def wrap(f): return lambda: nn.Sequential(*small_model(), f)
 def pixels(p=0.):
     "Classes of 4 × 4 pixels; a share `p` of every other four samples is void, class 255"
@@ -80,18 +78,22 @@ losses = dict(
 if hasattr(nn, 'LinearCrossEntropyLoss'):   # newer than the oldest PyTorch that is tested
     losses['linear_ce'] = (nn.LinearCrossEntropyLoss(3, 3, weight=W, dtype=torch.float64).requires_grad_(False), rare())
 
-def pair(loss, y, model=small_model, window=None, large=32, loss_big=None, n=N, cbs=(),
-         fit=lambda l: l.fit_one_cycle(2), **kwargs):
-    "The learner that accumulates and the one with the large batch, trained"
-    res = []
-    for bs,f,cb in ((BS, loss, [AccumulateStep(**(window or dict(n_step=4)))]), (large, loss_big or loss, [])):
-        dls = make_dls(n, bs, y=y, shuffle=False)
-        dls.n_inp = 1
-        learn = make_learner(dls, model(), loss_func=f, splitter=trainable_params, cbs=cb + [c() for c in cbs],
-                             **kwargs)
-        fit(learn)
-        res.append(learn)
-    return res
+def train(loss, y, sizes, cbs=(), model=small_model, fit=lambda l: l.fit_one_cycle(2), **kwargs):
+    "The learner, trained on batches of these sizes"
+    cuts = [0,*np.cumsum(sizes)]
+    batches,valid = ([(features(N)[i:j], *(o[i:j] for o in tuplify(y))) for i,j in zip(ends, ends[1:])]
+                     for ends in (cuts,[0,16,24]))
+    dls = DataLoaders(DataLoader(batches, bs=None), DataLoader(valid, bs=None))
+    dls.n_inp = 1
+    learn = make_learner(dls, model(), loss, cbs=cbs, **{**one_group, **kwargs})
+    fit(learn)
+    return learn
+
+small,large = [BS]*9+[4],[32,32,12]
+def pair(loss, y, model=small_model, window=None, loss_big=None, **kwargs):
+    "The learner that accumulates and the one with the large batch"
+    a = train(loss, y, small, AccumulateStep(**(window or dict(n_step=4))), model, **kwargs)
+    return a,train(loss_big or loss, y, large, (), model, **kwargs)
 
 flat = dict(
     ce       = (CrossEntropyLossFlat(weight=W.float()), rare()),
@@ -125,30 +127,14 @@ def test_kept_sum():
 
 sizes = dict(equal=[8,8,8,8], unequal=[28,1,1,2], zero=[16,0,8,8], zero_first=[0,16,8,8])
 
-def check_sizes(name, kind):
-    """Every loss, in windows of 32 that are cut evenly, very unevenly, and with a micro-batch of nothing, whose mean
-    is NaN"""
+@drawn(len(losses), name=losses, kind=sizes)
+def test_sizes_of_micro_batches(name, kind):
+    """Windows of 32 are cut evenly, very unevenly, and with a micro-batch of nothing, whose mean is NaN: each loss in
+    one of these ways"""
     if name=='ctc' and 'zero' in kind: kind = 'unequal'   # torch's CTCLoss refuses an empty batch
     loss,y,*model = losses[name]
-    y = tuplify(y)
-    def train(sizes, cb=None):
-        cuts = np.cumsum([0]+sizes*2)
-        batches = [(features(N)[a:b], *(o[a:b] for o in y)) for a,b in zip(cuts,cuts[1:])]
-        learn = make_learner(make_dls(32, 8), (*model, small_model)[0](), loss_func=loss, splitter=trainable_params,
-                             cbs=cb)
-        learn.dls = DataLoaders(DataLoader(batches, bs=None),
-                                DataLoader([(features(N)[:8], *(o[:8] for o in y))], bs=None))
-        learn.dls.n_inp = 1
-        learn.fit_one_cycle(2)
-        return learn
-    tol = TOL32 if name.startswith('dice') else TOL   # DiceLoss computes in float32
-    assert_same(train(sizes[kind], AccumulateStep(4)), train([32]), tol=tol)
-
-@pytest.mark.parametrize('kind', sizes)
-def test_sizes_of_micro_batches(kind):
-    "Each loss is cut in one of these ways"
-    for nm,k in sample(itertools.product(losses, sizes), len(losses)):
-        if k==kind: check_sizes(nm, k)
+    a,b = (train(loss, y, o*2, cb, *model) for o,cb in ((sizes[kind],AccumulateStep(4)),([32],())))
+    assert_same(a, b, TOL32 if name.startswith('dice') else TOL)   # DiceLoss computes in float32
 
 empty = dict(
     ignored = (nn.CrossEntropyLoss(), torch.full((N,), -100)),
@@ -156,26 +142,20 @@ empty = dict(
     weights = (nn.CrossEntropyLoss(weight=W0), torch.full((N,), 2)),
     masked  = (masked, (real(N,3),torch.zeros(N).double())),
     clamped = (lambda pred,targ,mask: (((pred-targ)**2).mean(1)*mask).sum()/mask.sum().clamp(min=1),
-               (real(N,3),torch.zeros(N).double())),
-)
+               (real(N,3),torch.zeros(N).double())))
 
 @each(name=empty)
 def test_window_of_weight_zero(name):
     "A whole window of weight 0 makes no step, and the one after it is that of the large batch from there"
     loss,y = empty[name]
     y = tuple(o.clone() for o in tuplify(y))
-    good = dict(masked=1., clamped=1.).get(name, 1)
-    y[-1][32:64] = good
-    window = dict(n_step=4, weight=(lambda pred,targ,mask: mask.sum()) if len(y)>1 else None)
+    y[-1][32:64] = 1
+    weight = (lambda pred,targ,mask: mask.sum()) if len(y)>1 else None
     def leave_out(cb):
         if cb.training and cb.micro.i!=1: raise CancelBatchException
-    def train(bs, cbs):
-        dls = make_dls(N, bs, y=y, shuffle=False)
-        dls.n_inp = 1
-        learn = make_learner(dls, loss_func=loss, cbs=cbs, opt_func=partial(SGD, mom=.9, wd=.1))
-        learn.fit(2, cbs=NoValid())
-        return learn
-    a,b = train(BS, AccumulateStep(**window)),train(32, Callback(before_batch=leave_out))
+    kwargs = dict(opt_func=partial(SGD, mom=.9, wd=.1), fit=lambda l: l.fit(2, cbs=NoValid()))
+    a = train(loss, y, small, AccumulateStep(4, weight=weight), **kwargs)
+    b = train(loss, y, large, Callback(before_batch=leave_out), **kwargs)
     # the first window has no loss, and none before it: it is not logged
     assert_same(a, b, but=('losses','lrs','iters','values','final_record','smooth_loss'))
     assert len(a.recorder.lrs)==5 and not any(math.isnan(o) for o in a.recorder.losses)
@@ -196,13 +176,16 @@ def test_partials():
 def test_extend():
     class Mine(nn.Module):
         def forward(self, pred, targ): return masked(pred, targ.abs(), (targ[:,0]>0).double())
-    y = real(N,3)
-    before = worst(*pair(Mine(), y, fit=lambda l: l.fit(1)))[0]
+    y,fit = real(N,3),Self.fit(1)
+    before = worst(*pair(Mine(), y, fit=fit))[0]
     loss_weight.register(Mine, lambda f, pred, targ: (targ[:,0]>0).sum())
-    assert_same(*pair(Mine(), y))
+    assert_same(*pair(Mine(), y, fit=fit))
     assert before>1e-3
 
-def any_window(data):
+@settings(max_examples=600 if SWEEP else 60, deadline=None, derandomize=not SWEEP)
+@given(st.data())
+@pytest.mark.filterwarnings('ignore')
+def test_any_window(data):
     """Any batch size, window in micro-batches or samples, length, skipped items, share of ignored targets, weights,
     and either rule for the tail"""
     draw = data.draw
@@ -213,26 +196,23 @@ def any_window(data):
     if drop and n<bs*size: return   # never a step: an error, tested elsewhere
     w = torch.tensor(draw(st.lists(st.floats(.01,100), min_size=3, max_size=3))).double()
     y = torch.where(torch.rand(n, generator=torch.Generator().manual_seed(n))<draw(st.floats(0,.9)), classes(n), -100)
-    res,nans = [],[]   # of windows without targets, where the large batch steps on NaN
+    nans = []   # of windows without targets, where the large batch steps on NaN
     def note(cb): nans.append(cb.training and cb.loss.isnan().item())
-    for b,cb in ((bs, AccumulateStep(**window)), (bs*size, Callback(after_loss=note))):
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')
-            dls = make_dls(n, b, y=y, drop_last=drop, skip=skip)
-            learn = make_learner(dls, loss_func=nn.CrossEntropyLoss(weight=w), cbs=cb, opt_func=partial(SGD, mom=.9))
-            learn.fit_one_cycle(2); learn.fit(1)
-        res.append(learn)
-    if res[1].spy.steps and not any(nans): assert_same(*res)
-    n = res[0].accumulate_step.counts
+    def fit(b, cb):
+        learn = make_learner(make_dls(n, b, y=y, drop_last=drop, skip=skip), loss_func=nn.CrossEntropyLoss(weight=w),
+                             cbs=cb, opt_func=partial(SGD, mom=.9))
+        learn.fit_one_cycle(2); learn.fit(1)
+        return learn
+    a,b = fit(bs, AccumulateStep(**window)),fit(bs*size, Callback(after_loss=note))
+    if b.spy.steps and not any(nans): assert_same(a, b)
+    n = a.accumulate_step.counts
     assert n.n_samples==n.n_stepped+n.n_thrown
-
-@settings(max_examples=600 if SWEEP else 60, deadline=None, derandomize=not SWEEP)
-@given(st.data())
-def test_any_window(data): any_window(data)
 
 # ---- losses that divide by max(c, positives): `weight=` returns two numbers
 
 def positives(): return (real(N,3)>1.6).double()   # about one in twenty, so most micro-batches of two have none
+def none(): return torch.zeros(N,3).double()       # the large batch steps on the sum, so the window does, too
+assert any(o.sum()==0 for o in positives().split(2))
 def per_positive(c): return lambda pred,targ: bce_sum(pred, targ)/targ.sum().clamp(min=c)
 def bce_sum(pred, targ): return F.binary_cross_entropy_with_logits(pred, targ, reduction='sum')
 def both(c): return lambda pred,targ: (targ.sum().clamp(min=c), targ.sum())
@@ -241,16 +221,10 @@ ways = dict(accumulate=(2, lambda w: AccumulateStep(16, weight=w)),
             by_samples=(2, lambda w: AccumulateStep(n_samples=32, weight=w)),
             slices=(32, lambda w: MicroBatch(2, weight=w)))
 
-@each(5, c=[1e-3,1.,4.,50.], k=ways)
-def test_a_floor_under_the_divisor(k, c):
+@each(6, c=[1e-3,1.,4.,50.], k=ways, y=[positives,none])
+def test_a_floor_under_the_divisor(k, c, y):
     bs,way = ways[k]
-    assert any(o.sum()==0 for o in positives().split(2))
-    same(lambda: way(both(c)), bs=bs, y=positives(), loss_func=per_positive(c))
-
-def test_a_window_without_positives():
-    "The large batch steps on the sum, so the window does, too"
-    none = torch.zeros(N,3).double()
-    same(lambda: AccumulateStep(16, weight=both(1.)), bs=2, y=none, loss_func=per_positive(1.))
+    same(lambda: way(both(c)), bs=bs, y=y(), loss_func=per_positive(c))
 
 @each(k=ways)
 def test_one_warning_where_a_loss_is_left_out(k):

@@ -5,6 +5,7 @@ before, as a share of the same step with the large batch."""
 import gc,os,sys,threading,weakref
 import pytest
 from harness import *
+from kinds import Odd
 from fastai_accum import loop
 from fastai_accum.all import *
 from fastai_accum.devices import n_autocast
@@ -28,11 +29,11 @@ def six_blocks(c=16):
     head = nn.AdaptiveAvgPool2d(1),nn.Flatten(),nn.Linear(c, 3)
     return nn.Sequential(nn.Conv2d(3, c, 3, padding=1), *[Block(c) for _ in range(6)], *head)
 
-def get_learner(*cbs, model=six_blocks, n=32, px=32, n_batches=1, dtype=torch.float32):
+def get_learner(*cbs, model=six_blocks, n=32, px=32, n_batches=1, dtype=torch.float32, opt_func=SGD):
     set_seed(0)
     x,y = torch.randn(n*n_batches, 3, px, px).to(dtype),torch.randint(3, (n*n_batches,))
     dls = DataLoaders(*(DataLoader(Items(x, y), bs=n, device=here.device) for _ in range(2)), device=here.device)
-    learn = Learner(dls, model().to(dtype), nn.CrossEntropyLoss(), SGD, lr=1e-3, cbs=[NoValid(),*cbs])
+    learn = Learner(dls, model().to(dtype), nn.CrossEntropyLoss(), opt_func, lr=1e-3, cbs=[NoValid(),*cbs])
     if dtype==torch.float64: learn.recorder.smooth_loss = AvgSmoothLoss64()
     learn.remove_cb(ProgressCallback)
     learn.logger = noop
@@ -44,43 +45,39 @@ def let_go(learn):
     learn.loss_grad = None
     gc.collect()
 
+def fit_bytes(learn, fakegpu):
+    "What the device holds before a fit, and at its peak"
+    let_go(learn)
+    before = fakegpu.memory_allocated()
+    fakegpu.reset_peak_memory_stats()
+    learn.fit(1)
+    return before,fakegpu.max_memory_allocated()
+
 def step_bytes(learn, fakegpu):
     "What a step takes at its peak; afterwards the device and the host are as before"
     learn.fit(1)   # with the proof, and with what stays
     let_go(learn)
-    def now(): return fakegpu.memory_allocated(),fakegpu.pinned_stats()['now']
-    before = now()
-    fakegpu.reset_peak_memory_stats()
-    learn.fit(1)
-    peak = fakegpu.max_memory_allocated()
+    pinned = fakegpu.pinned_stats()['now']
+    before,peak = fit_bytes(learn, fakegpu)
     let_go(learn)
-    assert now()==before
-    return peak-before[0]
+    assert (fakegpu.memory_allocated(),fakegpu.pinned_stats()['now'])==(before,pinned)
+    return peak-before
 
 # ---- what a step takes
 
 @there
 def test_a_step_takes_a_small_part(device, fakegpu, capsys):
     large = step_bytes(get_learner(), fakegpu)
-    def share(*cbs): return step_bytes(get_learner(*cbs), fakegpu)/large
-    halves = [share(MicroBatch(n, exact=True)) for n in (8,4)]
-    assert halves[0]<=.11 and halves[1]<halves[0], halves
-    found = share(OffloadActivations())
-    assert found<=.16, found
-    found = share(MicroBatch(8))
-    assert found<=.26, found
+    ways = MicroBatch(4, exact=True),MicroBatch(8, exact=True),OffloadActivations(),MicroBatch(8)
+    found = [step_bytes(get_learner(o), fakegpu)/large for o in ways]
+    assert found[0]<found[1]<=.11 and found[2]<=.16 and found[3]<=.26, found
 
 # ---- copies beside the model
 
 ways = dict(offload=lambda: OffloadActivations(), exact=lambda: MicroBatch(8, exact=True))
 
-def proved(k):
-    "A learner after its first fit, with the proof, which would refuse copies that race with the model"
-    learn = get_learner(ways[k]())
-    learn.fit(1)
-    return learn
-
 def races(learn, fakegpu):
+    "Those of a fit after the first one, since the proof would refuse copies that race with the model"
     learn.fit(1)
     let_go(learn)
     fakegpu.synchronize()
@@ -90,7 +87,8 @@ def races(learn, fakegpu):
 @pytest.mark.parametrize('k', ways)
 def test_a_missing_wait_is_found(k, device, fakegpu, monkeypatch):
     "The test of the test: without its waits, the copies race with the model"
-    learn = proved(k)
+    learn = get_learner(ways[k]())
+    learn.fit(1)
     assert not races(learn, fakegpu)
     def fetch(self, o):
         "As `_fetch`, but nobody waits for the copy"
@@ -106,19 +104,13 @@ def test_a_missing_wait_is_found(k, device, fakegpu, monkeypatch):
 @there
 def test_a_missing_record_stream_is_found(device, fakegpu, monkeypatch):
     "What comes back ahead of time, and then is not used: an error ends the backward pass"
-    class Stops(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x): return x.clone()
-        @staticmethod
-        def backward(ctx, g): raise ZeroDivisionError
-    class Middle(nn.Module):
-        def forward(self, x): return Stops.apply(x)
-    def model():
-        m = six_blocks()
-        m.insert(4, Middle())
-        return m
+    def fail(g): raise ZeroDivisionError
+    def stops(m, x):
+        x = x.clone()
+        x.register_hook(fail)
+        return x
     def run():
-        learn = get_learner(OffloadActivations(), model=model)
+        learn = get_learner(OffloadActivations(), model=lambda: six_blocks().insert(4, Odd(stops)))
         with pytest.raises(ZeroDivisionError): learn.fit(1)
         let_go(learn)
         fakegpu.synchronize()
@@ -130,34 +122,29 @@ def test_a_missing_record_stream_is_found(device, fakegpu, monkeypatch):
 
 # ---- memory runs out
 
-class Needs(nn.Module):
-    "Takes more memory for each sample, in one place"
-    def __init__(self, where='forward', nb=64*1024):
-        super().__init__()
-        self.lin,self.where,self.nb = nn.Linear(6, 3),where,nb
-    def take(self, x): return torch.empty(len(x)*self.nb, dtype=torch.uint8, device=x.device)
-    def in_backward(self, g): self.take(g)
-    def forward(self, x):
-        if self.where=='forward' or self.where=='validation' and not self.training: self.take(x)
-        res = self.lin(x)
-        if self.where=='backward' and res.requires_grad: res.register_hook(self.in_backward)
-        return res
+def take(x): torch.empty(len(x)*64*1024, dtype=torch.uint8, device=x.device)   # memory for each sample
 
-class NeedyLoss(nn.Module):
-    def __init__(self, model): super().__init__(); self.model = [model]
-    def forward(self, pred, y):
-        if pred.requires_grad: self.model[0].take(pred)
-        return F.cross_entropy(pred, y)
+def needs(where):
+    "Takes it in one place"
+    def f(m, x):
+        if where=='forward' or where=='validation' and not m.training: take(x)
+        res = m.lin(x)
+        if where=='backward' and res.requires_grad: res.register_hook(take)
+        return res
+    torch.manual_seed(0)
+    return Odd(f, lin=nn.Linear(6, 3)).double()
+
+def needy(pred, y):
+    if pred.requires_grad: take(pred)
+    return F.cross_entropy(pred, y)
 
 @there
 @pytest.mark.parametrize('where', ['forward','backward','loss','validation'])
 def test_a_real_limit(where, device, fakegpu, capsys):
     "`MicroBatch()` finds a size that fits, and trains as with the whole batch; with `get_preds` too"
     def train(*cbs, limit=None):
-        torch.manual_seed(0)
-        model = Needs(where).double()
-        loss = NeedyLoss(model) if where=='loss' else nn.CrossEntropyLoss()
-        learn = make_learner(make_dls(76, 32, valid_bs=24), model, loss, cbs=cbs, splitter=trainable_params)
+        learn = make_learner(make_dls(76, 32, valid_bs=24), needs(where), needy if where=='loss' else F.cross_entropy,
+                             cbs=cbs, splitter=trainable_params)
         learn.model.to(device)
         fakegpu.set_limit(limit and fakegpu.memory_allocated()+limit)
         try:
@@ -183,8 +170,7 @@ def test_a_real_limit_with_exact(device, fakegpu, capsys):
     try: learn.fit(1)
     finally: fakegpu.set_limit(None)
     assert learn.micro_batches.fits[True]<=16
-    assert fakegpu.max_memory_allocated()>0
-    close(list(learn.model.parameters()), list(large.model.parameters()), 1e-10)
+    close(weights(learn), weights(large), 1e-10)
 
 @there
 def test_what_fits_counts_what_is_free(device, fakegpu, capsys):
@@ -242,9 +228,7 @@ def test_a_slice_that_fails_while_others_wait(exc, n, device, capsys):
 trials = dict(what_fits=lambda l: l.what_fits('1GB'), noise_scale=lambda l: l.noise_scale(2, 3, False),
               check=lambda l: l.check_accumulation(), proof=lambda l: l.micro_batch(4, exact=True).fit(1))
 
-class Interrupts(Callback):
-    "Ctrl-C between the forward pass and the loss"
-    def after_pred(self): raise KeyboardInterrupt
+def interrupt(cb): raise KeyboardInterrupt
 
 @pytest.mark.filterwarnings('ignore')
 @pytest.mark.parametrize('k,stop,mode,device', sample([o for o in itertools.product(
@@ -260,9 +244,10 @@ def test_a_trial_leaves_nothing_open(k, stop, mode, device, capsys, monkeypatch)
     learn.fit(1)
     before = now()
     if stop:
-        learn.add_cb(Interrupts())
+        cb = Callback(after_pred=interrupt)   # between the forward pass and the loss
+        learn.add_cb(cb)
         with pytest.raises(KeyboardInterrupt): trials[k](learn)
-        learn.remove_cb(Interrupts)
+        learn.remove_cb(cb)
     else: trials[k](learn)
     let_go(learn)
     assert now()==before
@@ -285,11 +270,8 @@ def test_what_the_proof_takes(kw, model, copies, device, fakegpu, capsys):
     def peak(**more):
         learn = get_learner(MicroBatch(8, **kw, **more), model=model, px=64)
         learn.model.to(device)
-        gc.collect()
-        before = fakegpu.memory_allocated()
-        fakegpu.reset_peak_memory_stats()
-        learn.fit(1)
-        return fakegpu.max_memory_allocated()-before,8*sum(o.numel() for o in learn.model.state_dict().values())
+        before,top = fit_bytes(learn, fakegpu)
+        return top-before,8*sum(o.numel() for o in learn.model.state_dict().values())
     plain,copy = peak(prove=False)
     proved,_ = peak()
     assert 'is proved' in capsys.readouterr().out
@@ -297,33 +279,18 @@ def test_what_the_proof_takes(kw, model, copies, device, fakegpu, capsys):
 
 # ---- passes over the gradients, and graphs
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason='trains on a GPU, and this machine has none')
-
-def conv_learner(cbs=None, opt_func=SGD, bs=8, n=64, device='cpu'):
-    x,y = torch.randn(n,3,16,16),torch.randint(10,(n,))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3,32,3), nn.ReLU(), nn.Conv2d(32,32,3), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
-                          nn.Flatten(), nn.Linear(32,10)).to(device)
-    batches = [(x[i:i+bs].to(device),y[i:i+bs].to(device)) for i in range(0,n,bs)]
-    dls = DataLoaders(DataLoader(batches, bs=None), DataLoader(batches[:1], bs=None), device=torch.device(device))
-    learn = Learner(dls, model, loss_func=nn.CrossEntropyLoss(), opt_func=opt_func, cbs=cbs)
-    learn.remove_cb(ProgressCallback); learn.logger = noop
-    return learn
-
 # optimizer, and whether its `zero_grad` frees the gradients
-opts = dict(adam=(Adam, False), torch_adamw=(partial(OptimWrapper, opt=torch.optim.AdamW), True))
-
-@each(opt=opts)
+@each(opt=[(Adam, False), (partial(OptimWrapper, opt=torch.optim.AdamW), True)])
 def test_peak_memory(opt):
     """Peak memory of an epoch: that of a plain run at the micro-batch size, or for optimizers that free their
     gradients that of fastai's callback"""
-    f,frees = opts[opt]
-    def peak(cb=None):
-        learn = conv_learner(cb, f); learn.fit(1)
+    f,frees = opt
+    def peak(*cbs):
+        learn = get_learner(*cbs, opt_func=f, n=8, px=16, n_batches=8)
+        learn.fit(1)
         return peak_bytes(partial(learn.fit, 1))
-    ours = peak(AccumulateStep(4))
-    theirs = peak(GradientAccumulation(32)) if frees else peak()
-    assert ours <= 1.01*theirs, (ours, theirs)
+    ours,theirs = peak(AccumulateStep(4)),peak(*[GradientAccumulation(32)]*frees)
+    assert ours<=1.01*theirs, (ours, theirs)
 
 def test_passes_over_gradients(monkeypatch):
     "None for windows that hold what is expected, one for others"
@@ -334,32 +301,22 @@ def test_passes_over_gradients(monkeypatch):
         calls.clear()
         make_learner(make_dls(n, 8), cbs=AccumulateStep(4), opt_func=SGD, **kw).fit(1)
         return list(calls)
-    assert fit(96)==[]
-    assert fit(80)==[4]
+    assert fit(96)==[] and fit(80)==[4]
     assert len(fit(96, loss_func=nn.CrossEntropyLoss(weight=torch.tensor([1.,2.,5.]).double())))==3
 
-def test_graphs_are_freed():
-    "No micro-batch is kept alive by the window: neither its graph nor its activations"
-    seen,alive = [],[]
-    def look(cb):
-        gc.collect()
-        seen.append(weakref.ref(cb.learn.pred)); alive.append(sum(r() is not None for r in seen))
-    learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(6), Callback(after_pred=look)])
-    learn.fit(1)
-    assert max(alive)==1
-
-@needs_gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='trains on a GPU, and this machine has none')
 def test_no_synchronisation_inside_a_window():
     "CUDA raises at any synchronisation inside a window, unless the loss has to count its targets"
-    class On(Callback):
-        order,run_valid = 1000,False
-        def before_batch(self): torch.cuda.set_sync_debug_mode('error')
-    class Off(Callback):
-        order = -1000
-        # after `AccumulateStep` has finished the gradients
-        def before_step(self): torch.cuda.set_sync_debug_mode('default')
+    def mode(event, order, to):
+        cb = Callback(**{event: lambda cb: cb.training and torch.cuda.set_sync_debug_mode(to)}); cb.order = order
+        return cb
     for kw in dict(weight=lambda pred, y: len(y)), dict(average=False):
-        learn = conv_learner([AccumulateStep(4, **kw),On(),Off()], device='cuda')
+        # after `AccumulateStep` has finished the gradients
+        cbs = mode('before_batch', 1000, 'error'),mode('before_step', -1000, 'default')
+        learn = get_learner(AccumulateStep(4, **kw), *cbs, n=8, px=16, n_batches=8)
+        batches = to_device(list(learn.dls.train), 'cuda')
+        learn.dls = DataLoaders(*[DataLoader(batches, bs=None) for _ in range(2)], device=torch.device('cuda'))
+        learn.model.cuda()
         learn.loss_func = lambda pred, y: F.cross_entropy(pred, y)   # a function of one's own counts samples
         try: learn.fit(1)
         finally: torch.cuda.set_sync_debug_mode('default')

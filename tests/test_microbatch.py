@@ -1,11 +1,15 @@
-"Batches in slices against whole batches, also when memory runs out; test_slices.py has how they are cut and joined"
+"Batches in slices against whole batches; test_slices.py has how they are cut and joined, and when memory runs out"
 import pytest
+from contextlib import nullcontext
 from weakref import WeakKeyDictionary
 from harness import *
+from kinds import Odd
 from fastai_accum.patch import *
 
 modes = each(coupled=[False,True])
+ways = {}, dict(coupled=True), dict(exact=True)
 def whole(cbs, n=76, bs=32, **kwargs): return same(cbs, bs, bs, n, **{**one_group, **kwargs})
+def odd(f, **kwargs): return Odd(f, m=small_model(), **kwargs)
 
 @each(10, coupled=[False,True], drop_last=[False,True], n=[64,76,75,40], bs=[1,5,8,31,32,100])
 @pytest.mark.filterwarnings('ignore:MicroBatch.*no batch is cut')
@@ -15,34 +19,20 @@ def test_same_as_the_whole_batch(coupled, drop_last, n, bs):
 @modes
 def test_windows_of_cut_batches(coupled):
     "Beside an `AccumulateStep`, in either order, and by `accumulation`"
-    same(lambda: [AccumulateStep(4), MicroBatch(3, coupled=coupled)])
-    same(lambda: [MicroBatch(3, coupled=coupled), AccumulateStep(n_samples=32)])
-    whole(lambda: [AccumulateStep(1), MicroBatch(3, coupled=coupled)])
-    a,b = (make_learner(make_dls(76, bs, shuffle=False), cbs=cbs)
-           for bs,cbs in ((8,MicroBatch(3, coupled=coupled)), (32,None)))
-    with accumulation(4): a.fit(2)
-    b.fit(2)
-    assert_same(a, b)
+    def cut(): return MicroBatch(3, coupled=coupled)
+    def fit(learn):
+        with accumulation(4) if learn.dls.train.bs==8 else nullcontext(): learn.fit(2)
+    same(lambda: [AccumulateStep(4), cut()])
+    same(lambda: [cut(), AccumulateStep(n_samples=32)])
+    whole(lambda: [AccumulateStep(1), cut()])
+    same(cut, fit=fit)
 
 logs = WeakKeyDictionary()   # not held by the models: what they hold counts a batch once, however it is cut
 
-class Sizes(nn.Module):
-    "Notes the sizes of its inputs; memory runs out at more than `limit` samples in training, `valid` in validation"
-    def __init__(self, limit=99, valid=99, where='forward'):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a,self.drop,self.b = nn.Linear(6,5).double(),nn.Dropout(.3),nn.Linear(5,3).double()
-        self.register_buffer('mean', torch.zeros(5).double())
-        self.limits,self.where = {True:limit, False:valid},where
-    sizes = property(lambda self: logs.setdefault(self, []))
-    def full(self, *_): raise RuntimeError('CUDA out of memory. Tried to allocate 20.00 MiB')
-    def forward(self, x):
-        self.sizes.append((self.training,len(x)))
-        h,full = self.drop(self.a(x).tanh()),len(x)>self.limits[self.training]
-        if self.training: self.mean = .9*self.mean+.1*h.detach().mean(0)
-        if full and self.where=='forward': self.full()
-        if full and h.requires_grad: h.register_hook(self.full)
-        return self.b(h)
+def sizes(f=lambda m, x: m.m(x)):
+    "A model whose log has the sizes of its inputs, and whether it trained"
+    def run(m, x): logs.setdefault(m, []).append((len(x), m.training)); return f(m, x)
+    return lambda: odd(run)
 
 def spread(p, y): return (p-F.one_hot(y, 3)).pow(2).mean().sqrt()
 
@@ -51,98 +41,65 @@ def test_validation_in_slices(coupled):
     "The model never sees more than a slice; loss and metrics see whole batches"
     seen = []
     def metric(p, y): seen.append(len(y)); return spread(p, y)   # no mean of those of slices
-    def model(): m = Sizes(); m.drop.p = 0.; return m
-    kwargs = dict(metrics=metric, model=model, but='buffers')
-    a,b = whole(lambda: MicroBatch(5, coupled=coupled, prove=False), **kwargs)
-    assert max(n for _,n in a.model.sizes)==5 and set(seen)=={16,8}
+    def run(**kw):
+        return whole(lambda: MicroBatch(5, coupled=coupled, prove=False, **kw), metrics=metric, model=sizes())
+    a,b = run()
+    assert max(logs[a.model])[0]==5 and set(seen)=={16,8}
     for x,y in zip(a.get_preds(with_loss=True), b.get_preds(with_loss=True)): close(x, y)
     close(a.validate(), b.validate())
-    c,_ = whole(lambda: MicroBatch(5, coupled=coupled, valid=False, prove=False), **kwargs)
-    assert max(n for t,n in c.model.sizes if not t)==16 and max(n for t,n in c.model.sizes if t)==5
+    c,_ = run(valid=False)
+    assert [max(n for n,t in logs[c.model] if t==training) for training in (False,True)]==[16,5]
 
 @modes
 def test_batches_of_strings(coupled):
     "A batch of strings is cut in training and in validation alike"
-    x = L(['a','bb','ccc','dddd']*19)
-    class Texts(nn.Module):
-        def __init__(self): super().__init__(); self.m,self.seen = small_model(),[]
-        def forward(self, texts):
-            logs.setdefault(self, []).append(len(texts))
-            return self.m(torch.stack(list(map(row, texts))))
     def row(t): return torch.arange(6).double()*len(t)/10-len(t)
-    a,b = whole(lambda: MicroBatch(5, coupled=coupled, prove=False), x=x, model=Texts)
+    model = sizes(lambda m, texts: m.m(torch.stack(list(map(row, texts)))))
+    a,b = whole(lambda: MicroBatch(5, coupled=coupled, prove=False), x=L(['a','bb','ccc','dddd']*19), model=model)
     close(a.validate(), b.validate())
-    assert max(logs[a.model])==5 and max(logs[b.model])==32
+    assert [max(logs[l.model])[0] for l in (a,b)]==[5,32]
 
-@each(cb=[lambda: MicroBatch(8), MicroBatch, lambda: MicroBatch(8, coupled=True)])
-def test_compiled_in_place(cb):
-    def compiled(): m = small_model(); m.compile(backend='eager'); return m
-    whole(cb, model=compiled)
-    with pytest.raises(ValueError, match='which is compiled'):
-        make_learner(make_dls(64, 32), compiled(), cbs=MicroBatch(8, exact=True)).fit(1)
-
-class Scaled(nn.Module):
-    "Embeddings and a scale, as CLIP has them"
-    shape = ()
-    def __init__(self):
-        super().__init__()
-        self.m,self.s = small_model(),nn.Parameter(torch.full(self.shape, .3).double())
-    def forward(self, x): return dict(h=F.normalize(self.m(x), dim=1), scale=self.s.exp())
-
-class ScaledAsSigLIP(Scaled): shape = 1,
-
-@each(3, model=[Scaled,ScaledAsSigLIP], kw=[{}, dict(coupled=True), dict(exact=True)])
-def test_a_scale_beside_the_predictions(kw, model):
-    "The gradient of a number that all slices share is right, too"
-    whole(lambda: MicroBatch(5, **kw), model=model, loss_func=lambda p, y: F.cross_entropy(p['scale']*p['h'], y))
-
-def test_a_loss_beside_the_predictions():
-    "A number that each slice has for itself cannot be joined"
-    class Own(Scaled):
-        def forward(self, x): h = self.m(x); return dict(h=h, loss=h.mean())
-    learn = make_learner(make_dls(64, 32), Own(), lambda p, y: F.cross_entropy(p['h'], y),
-                         cbs=MicroBatch(8, coupled=True), **one_group)
-    with pytest.raises(ValueError, match="pred..loss.. is a Tensor of shape"): learn.fit(1)
-
-class TakesIds(nn.Module):
-    def __init__(self): super().__init__(); self.m = small_model()
-    def forward(self, x, ids):
-        assert isinstance(ids, np.ndarray) and len(x)==len(ids)
-        return self.m(x)
+@each(3, shape=[(),(1,)], kw=ways)
+def test_a_scale_beside_the_predictions(kw, shape):
+    "CLIP's is one number, SigLIP's has a dimension: the gradient of what all slices share is right, too"
+    def scaled(m, x): return dict(h=F.normalize(m.m(x), dim=1), scale=m.s.exp())
+    whole(lambda: MicroBatch(5, **kw), model=lambda: odd(scaled, s=nn.Parameter(torch.full(shape, .3).double())),
+          loss_func=lambda p, y: F.cross_entropy(p['scale']*p['h'], y))
 
 ids = dict(strings=np.array([f'id{i%3}' for i in range(64)]), dates=np.arange(64).astype('M8[D]'),
            objects=np.array([dict(id=i) for i in range(64)], dtype=object))
-@each(4, name=ids, kw=[{}, dict(coupled=True), dict(exact=True)])
+@each(4, name=ids, kw=ways)
 def test_arrays_that_hold_no_numbers(name, kw):
     "File names, dates and objects in a batch are cut like its tensors"
-    def train(*cbs):
+    def takes(m, x, ids):
+        assert isinstance(ids, np.ndarray) and len(x)==len(ids)
+        return m.m(x)
+    def dls(bs):
         def batch(idxs): return features(64)[idxs],ids[name][idxs],classes(64)[idxs]
-        dl = torch.utils.data.DataLoader(range(64), batch_size=16, collate_fn=batch)
-        dls = DataLoaders(dl, dl)
-        dls.train.n_inp = 2
-        learn = make_learner(dls, TakesIds(), cbs=cbs, **one_group)
-        learn.fit(2)
-        return learn
-    assert_same(train(MicroBatch(5, **kw)), train())
+        dl = torch.utils.data.DataLoader(range(64), batch_size=bs, collate_fn=batch)
+        dl.n_inp = 2
+        return DataLoaders(dl, dl)
+    whole(lambda: MicroBatch(5, **kw), bs=16, dls=dls, model=lambda: odd(takes))
 
-class AllPairs(nn.Module):
-    "Compares all samples with each other, as CLIP does"
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a,self.b = (nn.Linear(6,3).double() for _ in range(2))
-    def embed(self, x): return F.normalize(self.a(x), dim=1),F.normalize(self.b(x), dim=1)
-    def forward(self, x): a,b = self.embed(x); return dict(logits=a@b.t())
-class Embeds(AllPairs):
-    forward = AllPairs.embed
-
+def embed(m, x): return F.normalize(m.a(x), dim=1),F.normalize(m.b(x), dim=1)
 def own_pair(logits): return F.cross_entropy(logits, torch.arange(len(logits)))
+def all_pairs(f):
+    "Compares all samples with each other, as CLIP does"
+    torch.manual_seed(0)
+    return Odd(f, a=nn.Linear(6,3), b=nn.Linear(6,3)).double()
+def logits(m, x): a,b = embed(m, x); return dict(logits=a@b.t())
 
-@each(kw=[{}, dict(coupled=True), dict(exact=True)])
+@each(kw=ways)
 def test_logits_of_all_pairs(kw):
     "They cannot be joined, and the error says what to do; this is right"
-    learn = make_learner(make_dls(64, 32), AllPairs(), lambda p, y: own_pair(p['logits']), cbs=MicroBatch(5, **kw),
-                         **one_group)
+    def train(f, loss): whole(lambda: MicroBatch(5, **kw), model=partial(all_pairs, f), loss_func=loss)
     with pytest.raises(ValueError, match='return the embeddings, and compare all pairs of them in the loss'):
-        learn.fit(1)
-    if kw: whole(lambda: MicroBatch(5, **kw), model=Embeds, loss_func=lambda p, y: own_pair(p[0]@p[1].t()))
+        train(logits, lambda p, y: own_pair(p['logits']))
+    if kw: train(embed, lambda p, y: own_pair(p[0]@p[1].t()))
+
+def test_a_loss_beside_the_predictions():
+    "A number that each slice has for itself cannot be joined"
+    def own(m, x): h = m.m(x); return dict(h=h, loss=h.mean())
+    def loss(p, y): return F.cross_entropy(p['h'], y)
+    with pytest.raises(ValueError, match="pred..loss.. is a Tensor of shape"):
+        whole(lambda: MicroBatch(8, coupled=True), model=lambda: odd(own), loss_func=loss)

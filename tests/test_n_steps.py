@@ -19,50 +19,51 @@ def test_it_is_what_the_fit_makes(way, drop_last):
     learn.fit(3)
     assert n==len(learn.spy.steps)>0
 
+def test_a_later_start():
+    "With `start_epoch=2`, the difference"
+    learn = make_learner(make_dls(76, 8), cbs=AccumulateStep(4))
+    n = learn.n_steps(5)-learn.n_steps(2)
+    learn.fit(5, start_epoch=2)
+    assert n==len(learn.spy.steps)>0
+
 def test_accumulation_for_every_learner():
     "What is turned on counts, unless the learner has an `AccumulateStep` of its own, even one that is off"
     plain,own,off = (make_learner(make_dls(64, 8), cbs=cb) for cb in (None, AccumulateStep(2), AccumulateStep(2)))
     off.accumulate_step.run = False
     with accumulation(4):
-        assert [o.n_steps() for o in (plain,own,off)]==[2,4,8]
         for o,n in (plain,2),(own,4),(off,8):
+            assert o.n_steps()==n
             o.fit(1)
             assert len(o.spy.steps)==n
     assert plain.n_steps()==8
 
-def test_what_cannot_be_known():
-    dl = DataLoader([(features(5), classes(5))]*4, bs=None)
-    learn = make_learner(DataLoaders(dl, dl), cbs=AccumulateStep(n_samples=8))
-    with pytest.raises(ValueError, match=r'n_steps: .*no batch size.*n_samples=8.*use n_step'): learn.n_steps()
+four = AccumulateStep(4)
+no_size = DataLoader([(features(5), classes(5))]*4, bs=None)
+@each(case=[
+    (lambda: DataLoaders(no_size, no_size), AccumulateStep(n_samples=8), 'no batch size.*n_samples=8.*use n_step'),
+    (lambda: make_dls(76, 8), GradientAccumulation(32), "fastai's GradientAccumulation.*use AccumulateStep"),
+    (lambda: None, None, 'no training loader'), (DataLoaders, None, 'no training loader'),
+    *((lambda: make_dls(76, 8), [*L(acc),cb], f'{type(cb).__name__}.*nobody knows')
+      for cb in (ShortEpochCallback(.5, short_valid=False), SkipToEpoch(1)) for acc in (None,four)),
+    *((lambda skip=skip: make_dls(64, 8, skip=skip), four, 'items of the loader raise SkipItemException')
+      for skip in (range(0, 64, 2), range(32, 64), [0], [63]))])
+def test_what_cannot_be_known(case):
+    "A few items may be loaded, and random numbers are as before"
+    dls,cbs,match = case
+    learn = Learner(dls(), small_model(), nn.MSELoss(), cbs=cbs)
+    was = torch.get_rng_state(),random.getstate()
+    with pytest.raises(ValueError, match=f'n_steps: .*{match}'): learn.n_steps(2)
+    assert identical(was, (torch.get_rng_state(),random.getstate()))
     with pytest.raises(ValueError, match='n_epoch must be an int of at least 1, got 0'): learn.n_steps(0)
-    learn = make_learner(make_dls(76, 8), cbs=GradientAccumulation(32))
-    with pytest.raises(ValueError, match="n_steps: fastai's GradientAccumulation.*use AccumulateStep"): learn.n_steps()
-    for dls in None,DataLoaders():
-        learn = Learner(dls, small_model(), nn.MSELoss())
-        with pytest.raises(ValueError, match='n_steps: .*no training loader'): learn.n_steps()
 
 def test_several_processes(monkeypatch):
     "Before a fit in `distrib_ctx`, the loader is not yet cut; its windows of samples are filled by all processes"
     distributed = pytest.importorskip('fastai.distributed')
     class DistributedTrainer(Callback): "As fastai's, which needs a process group"
-    monkeypatch.setattr(module, 'num_distrib', lambda: 2)
-    monkeypatch.setattr(distributed, 'num_distrib', lambda: 2)
+    for o in module,distributed: monkeypatch.setattr(o, 'num_distrib', lambda: 2)
     for way,n in (AccumulateStep(2),3),(AccumulateStep(n_samples=32),3),(None,5):
         learn = make_learner(make_dls(76, 8), cbs=L(way)+[DistributedTrainer()])   # 10 batches, 5 for each
         assert learn.n_steps()==n
-
-@each(cb=[lambda: ShortEpochCallback(.5, short_valid=False), lambda: SkipToEpoch(1)], way=['none','four'])
-def test_fastais_callbacks_that_end_early(way, cb):
-    learn = make_learner(make_dls(76, 8), cbs=[*L(ways[way]()), cb()])
-    with pytest.raises(ValueError, match=f'n_steps: .*{type(cb()).__name__}.*nobody knows'): learn.n_steps(2)
-
-@each(skip=[range(0, 64, 2), range(32, 64), [0], [63]])
-def test_items_that_are_skipped(skip):
-    "A few items are loaded, and random numbers are as before"
-    learn = make_learner(make_dls(64, 8, skip=skip), cbs=AccumulateStep(4))
-    was = torch.get_rng_state(),random.getstate()
-    with pytest.raises(ValueError, match='n_steps: items of the loader raise SkipItemException'): learn.n_steps(2)
-    assert torch.equal(was[0], torch.get_rng_state()) and was[1]==random.getstate()
 
 @each(case=[(6, lambda: AccumulateStep(4, drop_last=True)), (24, lambda: AccumulateStep(4, drop_last=True)),
             (24, lambda: AccumulateStep(n_samples=32, drop_last=True)),
@@ -75,10 +76,3 @@ def test_a_fit_that_is_refused(case):
     with pytest.raises(ValueError) as a: learn.n_steps(1)
     with pytest.raises(ValueError) as b: learn.fit(1)
     assert str(a.value) in str(b.value)
-
-def test_a_later_start():
-    "With `start_epoch=2`, the difference"
-    learn = make_learner(make_dls(76, 8), cbs=AccumulateStep(4))
-    n = learn.n_steps(5)-learn.n_steps(2)
-    learn.fit(5, start_epoch=2)
-    assert n==len(learn.spy.steps)>0

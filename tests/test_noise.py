@@ -3,7 +3,7 @@ known, and what it says"""
 import pytest
 import matplotlib; matplotlib.use('agg')
 from harness import *
-from fastai_accum.extras import *
+from kinds import Odd
 from fastai_accum.extras import *
 from fastai_accum.loop import in_charge
 from fastai_accum.loss import loss_weight
@@ -32,38 +32,31 @@ class Store(Callback):
 
 def estimate(windows):
     "The noise of a sample, and the squared gradient"
-    rows,(weight,n) = [],np.sum([(w,k) for o in windows for w,_,k in o], axis=0)
-    for o in [[(w,g) for w,g,_ in o if w] for o in windows]:
-        total = sum(w for w,_ in o)
-        mean = sum(w*g for w,g in o)/total
-        rows.append(unbiased(len(o), total, sum(w*(g@g).item() for w,g in o), (mean@mean).item()))
-    noise,grad_sq = np.mean(rows, axis=0)
-    return noise*n/weight,grad_sq
+    rows = []
+    for o in windows:
+        ws,gs,_ = zip(*(m for m in o if m[0]))
+        mean = sum(w*g for w,g in zip(ws, gs))/sum(ws)
+        rows.append(unbiased(len(ws), sum(ws), sum(w*(g@g).item() for w,g in zip(ws, gs)), (mean@mean).item()))
+    weight,n = np.sum([(w,k) for o in windows for w,_,k in o], axis=0)
+    return np.mean(rows, axis=0)*[n/weight,1]
 
-def uneven(y=None):
+def uneven(y):
     "16 micro-batches of any size"
     at = np.cumsum([0,*(7,3,11,2,5,9,1,4)*2])
-    x,y = features(84),classes(84) if y is None else y
-    batches = [(x[a:b], y[a:b]) for a,b in zip(at, at[1:])]
+    batches = [(features(84)[a:b], y[a:b]) for a,b in zip(at, at[1:])]
     return DataLoaders(DataLoader(batches, bs=None), DataLoader(batches[:1], bs=None))
 
-class Sparse(nn.Module):
-    def __init__(self):
-        super().__init__(); torch.manual_seed(0)
-        self.emb,self.lin = nn.Embedding(9, 4, sparse=True).double(),nn.Linear(4, 3).double()
-    def forward(self, x): return self.lin(self.emb((x.abs()*4).long().clamp(max=8)).mean(1))
+def odd():
+    "A sparse gradient, and a branch without a gradient in most micro-batches"
+    def f(m, x):
+        h = m.emb((x.abs()*4).long().clamp(max=8)).mean(1)
+        return m.a(h)+m.b(h) if (x[:,0]>2.).any() else m.a(h)
+    return Odd(f, emb=nn.Embedding(9, 4, sparse=True), a=nn.Linear(4, 3), b=nn.Linear(4, 3)).double()
 
-class Unused(nn.Module):
-    "A branch without a gradient in most micro-batches"
-    def __init__(self):
-        super().__init__(); torch.manual_seed(0); self.a,self.b = nn.Linear(6,3).double(),nn.Linear(6,3).double()
-    def forward(self, x): return self.a(x)+self.b(x) if (x[:,0]>2.).any() else self.a(x)
-
-weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.,10.,3.]).double())
+i,weighted = torch.arange(84),nn.CrossEntropyLoss(weight=torch.tensor([1.,10.,3.]).double())
 cases = dict(
     weights    = dict(loss_func=weighted),
-    ignored    = dict(y=torch.where(torch.arange(84)%9<4, -100, classes(84))),
-    weight_0   = dict(y=torch.where((torch.arange(84)>=7)&(torch.arange(84)<10), -100, classes(84))),
+    ignored    = dict(y=torch.where((i%9<4)|((i>=7)&(i<10)), -100, classes(84))),   # 7 to 9 are a micro-batch
     own_weight = dict(cbs=AccumulateStep(1, weight=lambda pred, y: len(y)**2)),
     sums       = dict(cbs=AccumulateStep(1, average=False)),
     sum_loss   = dict(cbs=AccumulateStep(1, average=False), loss_func=nn.CrossEntropyLoss(reduction='sum')),
@@ -73,17 +66,15 @@ cases = dict(
     scaled     = dict(cbs=OnCpu(init_scale=2.**10, growth_interval=2)),
     clipped    = dict(cbs=GradientClip(1e-3)),
     dtype      = dict(cbs=[AccumulateStep(1),GradAccumDtype(torch.float64)], loss_func=weighted),
-    sparse     = dict(model=Sparse, splitter=trainable_params, opt_func=partial(SGD, mom=0)),
-    unused     = dict(model=Unused, splitter=trainable_params))
+    odd        = dict(model=odd, opt_func=partial(SGD, mom=0), **one_group))
 
-@pytest.mark.parametrize('name', cases)
+@each(name=cases)
 def test_sums(name):
     "The estimate is that of gradients that are stored"
-    kw = dict(cases[name])
+    kw = {**dict(y=classes(84), model=small_model, cbs=None), **cases[name]}
+    y,model,cbs = map(kw.pop, ('y','model','cbs'))
     stored.clear()
-    learn = make_learner(uneven(kw.pop('y', None)), kw.pop('model', small_model)(),
-                         cbs=[*L(deepcopy(kw.pop('cbs', None))), Store()], **kw)
-    found = noise_scale(learn, n_step=4, num_it=6)
+    found = noise_scale(make_learner(uneven(y), model(), cbs=[*L(deepcopy(cbs)), Store()], **kw), n_step=4, num_it=6)
     assert len(stored)==6
     close([found.noise,found.grad_sq], list(estimate(stored)), 1e-9)
 
@@ -103,9 +94,12 @@ def regression(n=4000, d=10, seed=0):
 @each(seed=range(2))
 def test_known_scale(seed):
     make,noise,grad_sq = regression(seed=seed)
-    found = noise_scale(make(), n_step=4, num_it=125)
+    found = make().noise_scale(n_step=4, num_it=125)
     assert found.low<noise/grad_sq<found.high<3*found.low, (found, noise/grad_sq)
     assert found.scale==pytest.approx(found.noise/found.grad_sq) and found.n_step==round(found.scale/8)
+    line,suggested = plt.gca().lines   # of the plot
+    assert line.get_ydata()[-1]==pytest.approx(found.scale) and suggested.get_ydata()[0]==8*found.n_step
+    plt.close('all')
 
 def test_interval():
     "The ends solve Fieller's equation; a denominator whose interval reaches 0 gives none"
@@ -134,36 +128,32 @@ def test_the_suggestion_counts_batches_of_the_loader(capsys):
         assert f'`learn.accumulate({res.n_step})` makes steps of {8*res.n_step} samples' in said, said
     with accumulation(6): assert find()[0]==plain
 
-def test_too_little_data_is_said_before_it_runs():
-    learn = make_learner(make_dls(248, 8))
-    says = 'an epoch has 31 batches, too few .* needs 32 or more. Take more data, or a'
-    with pytest.raises(ValueError, match=says) as e: noise_scale(learn)
-    assert not re.search('n_step|num_it', str(e.value)) and learn.opt is None
-
 def test_at_most_four_epochs_and_a_sign_of_life(capsys):
     stored.clear()
     noise_scale(make_learner(make_dls(96, 8), cbs=Store()).add_cb(ProgressCallback()), n_step=3)
     said = capsys.readouterr().out
     assert len(stored)==16 and 'noise_scale, about' in said and 'Epoch' not in said
 
-def test_noise_that_hides_the_gradient(capsys):
-    learn = make_learner(make_dls(96, 8, y=classes(96, seed=5)))
+def filled(o, value=0., **kwargs):
+    learn = make_learner(make_dls(96, 8, **kwargs))
     with torch.no_grad():
-        for p in learn.model[2].parameters(): p.zero_()   # equal predictions, and targets that tell nothing
-    res = few(learn)
+        for p in learn.model[o].parameters(): p.fill_(value)
+    return learn
+
+def test_noise_that_hides_the_gradient(capsys):
+    res = few(filled(2, y=classes(96, seed=5)))   # equal predictions, and targets that tell nothing
     assert math.isnan(res.scale) and res.n_step is None and res.noise>0
     assert 'The noise hides the gradient in the 96 samples that were drawn' in capsys.readouterr().out
 
-def test_bad_arguments():
-    learn = make_learner(make_dls(96, 8))
+def test_what_cannot_be_measured(monkeypatch):
+    learn = make_learner(make_dls(248, 8))
     for kw in dict(n_step=1), dict(n_step=2.), dict(num_it=True), dict(num_it=1):
         with pytest.raises(ValueError, match=f'noise_scale: {first(kw)} must be an int of at least 2, got '):
             learn.noise_scale(**kw)
-
-def test_what_cannot_be_measured(monkeypatch):
-    learn = make_learner(make_dls(96, 8))
-    with torch.no_grad(): learn.model[0].weight.fill_(math.nan)
-    with pytest.raises(ValueError, match='nothing was measured'): few(learn)
+    says = 'an epoch has 31 batches, too few .* needs 32 or more. Take more data, or a'
+    with pytest.raises(ValueError, match=says) as e: noise_scale(learn)   # before anything runs
+    assert not re.search('n_step|num_it', str(e.value)) and learn.opt is None
+    with pytest.raises(ValueError, match='nothing was measured'): few(filled(0, math.nan))
     normed = make_learner(make_dls(96, 8), nn.Sequential(nn.BatchNorm1d(6), small_model()).double())
     with pytest.warns(UserWarning, match='noise_scale: .*batch norm.*BatchNormEval'): few(normed)
     normed.add_cb(BatchNormEval())
@@ -171,19 +161,10 @@ def test_what_cannot_be_measured(monkeypatch):
     monkeypatch.setitem(Learner.noise_scale.__globals__, 'num_distrib', lambda: 2)
     with pytest.raises(RuntimeError, match='noise_scale: call it in one process'): few(learn)
 
-def test_plot():
-    import matplotlib.pyplot as plt
-    make,*_ = regression()
-    res = make().noise_scale(n_step=4, num_it=40)
-    line,suggested = plt.gca().lines
-    assert line.get_ydata()[-1]==pytest.approx(res.scale) and suggested.get_ydata()[0]==8*res.n_step
-    plt.close('all')
-
 def test_a_scaler_backs_off():
     "An overflow leaves a window out, and the scaler finds its scale"
     dls = DataLoaders.from_dsets(*[list(zip(features(96).float(), classes(96)))]*2, bs=8, device='cpu')
-    a,b = (Learner(dls, small_model().float(), nn.CrossEntropyLoss(), cbs=cbs).remove_cb(ProgressCallback)
-           for cbs in (OnCpu(torch.float16, init_scale=2.**20), None))
-    found = noise_scale(a, n_step=3)
-    assert not hasattr(a.mixed_precision, 'autocast')
-    assert found.noise==pytest.approx(noise_scale(b, n_step=3).noise, rel=.2)
+    cbs = OnCpu(torch.float16, init_scale=2.**20),None
+    a,b = (noise_scale(Learner(dls, small_model().float(), nn.CrossEntropyLoss(), cbs=o).remove_cb(ProgressCallback),
+                       n_step=3).noise for o in cbs)
+    assert not hasattr(cbs[0], 'autocast') and a==pytest.approx(b, rel=.2)

@@ -5,72 +5,58 @@ import gc,os,pickle,threading
 import matplotlib,pytest
 from harness import *
 from fastai_accum.all import *
-import test_endings,test_grid,test_lr_find,test_patch
+from kinds import Odd
+import test_endings,test_grid,test_lr_find,test_schedules
 from test_exact import PictureNet,images,of_pictures
+from test_schedules import grows
 matplotlib.use('Agg')
 SECOND = GPU.replace('0', '1')
 needs_two = pytest.mark.skipif(GPU=='cuda:0' and torch.cuda.device_count()<2, reason='needs two devices')
 
 # all data is on the first device, and so is each model
-pytestmark = [pytest.mark.parametrize('device', [GPU], indirect=True), pytest.mark.usefixtures('device')]
+pytestmark = [pytest.mark.parametrize('device', [GPU], indirect=True), pytest.mark.usefixtures('device'),
+              pytest.mark.filterwarnings('ignore:.*batch norm')]   # it does see micro-batches here
 
 # ---- cases of the other files
 
-@pytest.mark.parametrize('opt,fit,case', [('adam','one_cycle','tail_smaller'),
-                                          ('torch_adamw','fine_tune','n_samples')])
-def test_grid_of_the_promise(opt, fit, case): test_grid.check(opt, fit, case)
+@each(case=[('adam','one_cycle','tail_smaller'), ('torch_adamw','fine_tune','n_samples')])
+def test_grid_of_the_promise(case): test_grid.check(*case)
 
-def test_lr_find_curve(tmp_path): test_lr_find.curve('n_samples', 'patch', tmp_path)
+def test_lr_find_curve_and_turn_on_accumulation(tmp_path): test_lr_find.curve('n_samples', 'patch', tmp_path)
 
-def test_turn_on_accumulation(tmp_path): test_patch.check('one_cycle', 'n_step', True, tmp_path)
-
-endings = {str(e):e for e in test_endings.table}
-
-@pytest.mark.parametrize('ending,follower', [
-    *(('KeyboardInterrupt-after_backward-5-0',o) for o in ('fit','lr_find')), ('OutOfMemoryError-model-7-0','fit')])
-def test_follows(ending, follower, tmp_path): test_endings.follow(endings[ending], follower, tmp_path)
+@each(case=[('KeyboardInterrupt-after_backward-5-0','fit'), ('KeyboardInterrupt-after_backward-5-0','lr_find'),
+            ('OutOfMemoryError-model-7-0','fit')])
+def test_follows(case, tmp_path):
+    ending,follower = case
+    test_endings.follow(first(e for e in test_endings.table if str(e)==ending), follower, tmp_path)
 
 # ---- micro-batches
 
-whole = partial(same, bs=32, large=32, splitter=trainable_params)
-
-@pytest.mark.parametrize('kw', [dict(), dict(coupled=True), dict(exact=True)], ids=str)
+@each(kw=[dict(), dict(coupled=True), dict(exact=True)])
 def test_slices(kw):
-    whole(lambda: MicroBatch(5, **kw))
+    same(lambda: MicroBatch(5, **kw), 32, splitter=trainable_params)
     same(lambda: [AccumulateStep(4), MicroBatch(3, **kw)], also=lambda: GradientClip(.01))
-
-def grows(pct): return 1 if pct<.3 else 3 if pct<.7 else 6
 
 def test_windows_on_a_schedule(monkeypatch):
     "As on the CPU"
-    def train():
-        learn = make_learner(make_dls(76, 8), cbs=AccumulateStep(n_samples=lambda pct: 8*grows(pct), drop_last=True))
-        learn.fit_one_cycle(3)
-        return learn
+    def train(): return test_schedules.ours(76, AccumulateStep(n_samples=lambda pct: 8*grows(pct), drop_last=True))[0]
     a = train()
     monkeypatch.setattr(here, 'device', torch.device('cpu'))
     b = train()
     assert_same(a, b)
-    assert a.accumulate_step.counts.sizes==b.accumulate_step.counts.sizes and len(set(a.accumulate_step.counts.sizes))>2
+    sizes = a.accumulate_step.counts.sizes
+    assert sizes==b.accumulate_step.counts.sizes and len(set(sizes))>2
 
 # ---- mixed precision
 
-class Float32(Callback):
-    "Inputs in float32"
-    order = -2
-    def before_batch(self): self.learn.xb = tuple(o.float() for o in self.xb)
-
 seen = set()
-class Notes(nn.Linear):
+def noting(norm):
     "Notes the dtypes of what it computes, also where that is computed again, but not in trials"
-    def forward(self, x):
-        res = super().forward(x)
-        if x.dtype!=torch.float64 and torch.is_grad_enabled(): seen.add(res.dtype)
-        return res
-
-def noting(norm=nn.Identity):
     torch.manual_seed(0)
-    return nn.Sequential(Notes(6, 5, bias=False), norm(5), nn.Tanh(), Notes(5, 3))
+    m = nn.Sequential(nn.Linear(6, 5, bias=False), norm(5), nn.Tanh(), nn.Linear(5, 3))
+    def note(m, xs, y): return seen.add(y.dtype) if xs[0].dtype!=torch.float64 and torch.is_grad_enabled() else None
+    for o in m[0],m[3]: o.register_forward_hook(note)
+    return m
 
 class Mixed(Callback):
     "Notes the scales; one window overflows"
@@ -81,24 +67,29 @@ class Mixed(Callback):
         self.n += 1
     def after_epoch(self): self.scales.append(self.learn.scaler.get_scale())
 
-def mixed(mode, cbs, bs, at, model, x=None):
+def in_float32(x, model, bs, *cbs, n_epoch=2):
     set_seed(0)
-    learn = make_learner(make_dls(76 if x is None else len(x), bs, x=x), model().float(), opt_func=SGD, splitter=params,
-                         cbs=[Float32(), MixedPrecision(mode, init_scale=2.**10), Mixed(at), *cbs])
-    learn.fit(3, .1)
+    learn = make_learner(make_dls(len(x), bs, x=x.float()), model(), opt_func=SGD, splitter=params, cbs=cbs)
+    learn.fit(n_epoch, .1)
     return learn
 
-ways = dict(accumulate=(lambda: [AccumulateStep(4)],8), slices=(lambda: [MicroBatch(8)],32),
-            coupled=(lambda: [MicroBatch(8, coupled=True)],32), exact=(lambda: [MicroBatch(8, exact=True)],32))
+def mixed(mode, cbs, bs, at, model, x=features(76)):
+    return in_float32(x, model, bs, MixedPrecision(mode, init_scale=2.**10), Mixed(at), *cbs, n_epoch=3)
 
-@drawn(4, mode=['fp16','bf16'], k=ways)
+cases = dict(
+    accumulate=lambda n: [AccumulateStep(n)], memory=lambda n: [GradientCheckpointing(), OffloadActivations()],
+    slices=lambda n: [MicroBatch(n)], coupled=lambda n: [MicroBatch(n, coupled=True)],
+    exact=lambda n: [MicroBatch(n, exact=True)])
+
+@drawn(4, mode=['fp16','bf16'], k=[o for o in cases if o!='memory'])
 def test_mixed_precision(mode, k):
     "Half precision rounds a large batch and micro-batches differently, by one unit; the scales are the same"
     dtype = dict(fp16=torch.float16, bf16=torch.bfloat16)[mode]
-    (cbs,bs),model = ways[k],partial(noting, nn.BatchNorm1d if k=='exact' else nn.Identity)
+    cbs,bs = (cases[k](4),8) if k=='accumulate' else (cases[k](8),32)
+    model = partial(noting, nn.BatchNorm1d if k=='exact' else nn.Identity)
     at = 4 if mode=='fp16' else None   # there is no scaler that would skip in bfloat16
     seen.clear()
-    a,b = mixed(mode, cbs(), bs, at, model),mixed(mode, [], 32, at, model)
+    a,b = mixed(mode, cbs, bs, at, model),mixed(mode, [], 32, at, model)
     close(*([*l.model.parameters()] for l in (a,b)), HALF[dtype])
     assert seen=={dtype}
     assert a.mixed.scales==b.mixed.scales==([1024.,512.,512.] if at else [1.]*3)
@@ -107,99 +98,65 @@ def test_mixed_precision(mode, k):
 @each(mode=['fp16','bf16'])
 def test_mixed_precision_bit_for_bit(mode):
     "What is computed again is computed in half precision again"
-    a,b = (mixed(mode, cbs, 8, None, PictureNet, images) for cbs in ([GradientCheckpointing(),OffloadActivations()],[]))
+    a,b = (mixed(mode, cbs, 8, None, PictureNet, images) for cbs in (cases['memory'](0),[]))
     assert_same(a, b, tol=0)
 
 # ---- attention that draws inside
 
-class Attends(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv,self.out = nn.Linear(6,24),nn.Linear(8,3)
-    def forward(self, x):
-        qkv = self.qkv(x).unflatten(2, (3,2,4)).permute(2,0,3,1,4)   # heads of 4 numbers
-        h = F.scaled_dot_product_attention(*qkv, dropout_p=.3*self.training)
-        return self.out(h.transpose(1,2).flatten(2).mean(1))
+def attend(m, x):
+    qkv = m.qkv(x).unflatten(2, (3,2,4)).permute(2,0,3,1,4)   # heads of 4 numbers
+    h = F.scaled_dot_product_attention(*qkv, dropout_p=.3*m.training)
+    return m.out(h.transpose(1,2).flatten(2).mean(1))
 
 def attends(*cbs):
-    set_seed(0)
-    x = features(64, 30).view(64,5,6)
-    learn = make_learner(make_dls(64, 16, x=x), nn.Sequential(Attends()), cbs=[Float32(),*cbs], splitter=params)
-    learn.fit(2)
-    return learn
+    def model(): return nn.Sequential(Odd(attend, qkv=nn.Linear(6,24), out=nn.Linear(8,3)))
+    return in_float32(features(64, 30).view(64,5,6), model, 16, *cbs)
 
 def test_fused_attention_draws_the_same_again_and_cannot_be_exact():
-    assert_same(attends(GradientCheckpointing(blocks=risinstance(Attends)), OffloadActivations()), attends(), tol=0)
+    assert_same(attends(GradientCheckpointing(blocks=risinstance(Odd)), OffloadActivations()), attends(), tol=0)
     with pytest.raises(ValueError, match='sdpa_kernel'): attends(MicroBatch(8, exact=True))
 
 # ---- other devices, other streams
 
-memory = lambda: [GradientCheckpointing(), OffloadActivations()]
-cases = dict(accumulate=lambda: [AccumulateStep(2)], slices=lambda: [MicroBatch(3)], memory=memory,
-             coupled=lambda: [MicroBatch(3, coupled=True)], exact=lambda: [MicroBatch(3, exact=True)])
-every = pytest.mark.parametrize('k', cases)
-
 class Two(nn.Module):
-    "Begins on the first device and ends on the second"
-    def __init__(self):
+    "Begins on the first device and ends on the second, or is all on one; with batch norm and dropout, or `plain`"
+    def __init__(self, plain=False, one=False):
         super().__init__()
         torch.manual_seed(0)
-        self.a = nn.Sequential(nn.Flatten(), nn.Linear(768,8,bias=False), nn.BatchNorm1d(8), nn.Tanh()).to(GPU)
-        self.b = nn.Sequential(nn.Dropout(.2), nn.Linear(8,8), nn.Tanh(), nn.Linear(8,3)).to(SECOND)
+        norm,drop = (nn.Identity,nn.Identity) if plain else (nn.BatchNorm1d,nn.Dropout)
+        self.a = nn.Sequential(nn.Flatten(), nn.Linear(768,8,bias=False), norm(8), nn.Tanh())
+        self.b = nn.Sequential(drop(), nn.Linear(8,8), nn.Tanh(), nn.Linear(8,3))
+        if not one: self.a.to(GPU); self.b.to(SECOND)
     def forward(self, x): return self.b(self.a(x).to(self.b[1].weight.device)).to(x.device)
 
-def train(k, model=PictureNet):
+def train_both(k, model=PictureNet, **kwargs):
     "With and without callbacks `k`"
-    def fit(cbs, bs=8):
-        with warnings.catch_warnings():
-            warnings.filterwarnings('ignore', '.*batch norm')   # it does see micro-batches here
-            return of_pictures(*cbs, model=model, bs=bs)
-    return (fit(cases[k](), 4),fit([])) if k=='accumulate' else (fit(cases[k]()),fit([]))
-
-class Plain(nn.Sequential):
-    "Without batch norm and dropout"
-    def __init__(self):
-        torch.manual_seed(2)
-        super().__init__(nn.Sequential(nn.Flatten(), nn.Linear(768,8), nn.Tanh()), nn.Linear(8,3))
-
-def model_for(k, model): return model if k in ('exact','memory') else Plain
+    model = model if k in ('exact','memory') else partial(Two, plain=True, **kwargs)
+    cbs,bs = (cases[k](2),4) if k=='accumulate' else (cases[k](3),8)
+    a,b = of_pictures(*cbs, model=model, bs=bs),of_pictures(model=model)
+    assert_same(a, b)
+    return {p.device.index for p in a.model.parameters()}
 
 @needs_two
-@every
+@pytest.mark.parametrize('k', cases)
 def test_the_second_device(k, fakegpu, monkeypatch):
     "While the first is the current one, which has nothing to do"
     monkeypatch.setattr(here, 'device', torch.device(SECOND))
     before = fakegpu.memory_allocated(0)
     fakegpu.reset_peak_memory_stats(0)
-    a,b = train(k, model_for(k, PictureNet))
-    assert_same(a, b)
-    assert next(a.model.parameters()).device.index==1 and fakegpu.current_device()==0
-    assert fakegpu.max_memory_allocated(0)==before
+    assert train_both(k, one=True)=={1} and fakegpu.current_device()==0 and fakegpu.max_memory_allocated(0)==before
 
 @needs_two
-@pytest.mark.parametrize('k', ['memory','exact'])
+@each(k=cases)
 def test_a_model_over_two_devices(k, fakegpu, monkeypatch):
     monkeypatch.setattr(here, 'device', None)   # or fastai would move all of it
-    a,b = train(k, Two)
-    assert_same(a, b)
-    assert {p.device.index for p in a.model.parameters()}=={0,1}
+    assert train_both(k, Two)=={0,1}
 
-@needs_two
-def test_micro_batches_over_two_devices(monkeypatch):
-    def model():
-        m = Two()
-        m.a[2] = m.b[0] = nn.Identity()
-        return m.double()
-    monkeypatch.setattr(here, 'device', None)
-    for cbs,bs in ([AccumulateStep(4)],8),([MicroBatch(5)],32),([MicroBatch(5, coupled=True)],32):
-        same(lambda: cbs, bs, x=features(76, 768), model=model, also=lambda: GradientClip(.1), splitter=params)
-
-@pytest.mark.parametrize('k', ['coupled','exact'])
+@each(k=['coupled','exact'])
 def test_a_stream_of_ones_own(k, fakegpu):
     own = fakegpu.Stream()
     with fakegpu.stream(own):
-        a,b = train(k, model_for(k, PictureNet))
-        assert_same(a, b)
+        train_both(k, one=True)
         assert fakegpu.current_stream()==own
     own.synchronize()
 
@@ -215,50 +172,39 @@ def kept(fakegpu, learn):
     used = map(fakegpu.memory_allocated, range(fakegpu.device_count()))
     return *used,threads,fakegpu.pinned_stats()['count'],fakegpu.pending()
 
+def small_learner(k, model=PictureNet, **kwargs):
+    learn = make_learner(make_dls(20, 4, x=images), model().double(), cbs=cases[k](2), splitter=params, **kwargs)
+    learn.remove_cbs(learn.cbs.filter(risinstance((Spy,Micro))))
+    learn.fit(1)
+    return learn
+
 @drawn(4, k=cases, event=['after_pred','after_backward'])
 def test_ctrl_c_leaves_nothing(k, event, fakegpu):
     "In the second micro-batch of a window, or in the second slice of a batch"
-    learn = make_learner(make_dls(20, 4, x=images), PictureNet().double(), cbs=cases[k](), splitter=params)
-    learn.remove_cbs(learn.cbs.filter(lambda cb: isinstance(cb, (Spy,Micro))))
-    learn.fit(1)
+    learn,n = small_learner(k),itertools.count()
     before = kept(fakegpu, learn)
-    n = itertools.count()
     def interrupt(cb):
         if cb.training and next(n)==1: raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=EachMicro(**{event:interrupt}))
-    assert all(a<=b for a,b in zip(kept(fakegpu, learn), before))
-    assert is_returned(learn)
+    assert all(a<=b for a,b in zip(kept(fakegpu, learn), before)) and is_returned(learn)
     learn.fit(1)
     assert kept(fakegpu, learn)==before
 
-class Steady(PictureNet):
-    "Which draws in training only"
-    def forward(self, x):
-        x = self.stem(x)
-        for m in self.blocks: x = F.relu(x+m(x))
-        return self.head(x)
-
 @pytest.mark.parametrize('k', ['memory','exact'])
+@pytest.mark.filterwarnings('ignore')   # that what is loaded may run code
 def test_export_and_pickle(k, tmp_path, fakegpu):
     "What comes back predicts as before, on the CPU, and trains as before, on the device"
-    learn = make_learner(make_dls(20, 4, x=images), Steady().double(), cbs=cases[k](), splitter=params, path=tmp_path)
-    learn.remove_cbs(learn.cbs.filter(lambda cb: isinstance(cb, (Spy,Micro))))
-    learn.fit(1)
+    learn = small_learner(k, partial(Two, one=True), path=tmp_path)
     preds = learn.get_preds()[0]
     other = pickle.loads(pickle.dumps(learn))
     learn.logger = print
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')   # that what is loaded may run code
-        learn.export('a.pkl')
-        loaded = load_learner(tmp_path/'a.pkl')
-    learn.logger = noop
+    learn.export('a.pkl')
+    learn.logger,loaded = noop,load_learner(tmp_path/'a.pkl')
     assert {p.device.type for p in loaded.model.parameters()}=={'cpu'}
     close(loaded.get_preds(dl=learn.dls.valid.new(device='cpu'))[0], preds)
-    after = []
-    for l in (learn,other):
+    for l in learn,other:
         set_seed(3)
         l.dls.train.rng.seed(3)
         l.fit(1)
-        after.append(list(l.model.parameters()))
-    close(*after, 0)
+    close(weights(learn), weights(other), 0)
     assert all(p.device==here.device for p in other.model.parameters())

@@ -11,14 +11,14 @@ import fastai_accum,fastai_accum.all as accum
 
 root = Path(__file__).resolve().parents[1]
 cfg = ConfigParser(); cfg.read(root/'settings.ini', encoding='utf-8'); settings = cfg['DEFAULT']
+def read(name): return (root/name).read_text(encoding='utf-8')
 
 def sh(*args, **kwargs):
     return subprocess.run(list(map(str,args)), capture_output=True, text=True, check=True, **kwargs).stdout
-
-def environment():
-    "Ours, with the package that is tested, wherever it is"
-    return {**os.environ, 'PYTHONPATH':str(Path(fastai_accum.__file__).parents[1])}
-
+def python(*args, cwd):
+    "Run our Python, with the package that is tested, wherever it is"
+    env = {**os.environ, 'PYTHONPATH':str(Path(fastai_accum.__file__).parents[1])}
+    return sh(sys.executable, '-W', 'ignore', *args, cwd=cwd, env=env)
 def build(*args): sh(sys.executable, '-m', 'build', '--no-isolation', *args)
 
 @pytest.fixture(scope='module')
@@ -28,11 +28,8 @@ def src(tmp_path_factory):
     pytest.importorskip('setuptools', minversion='77',
                         reason='builds the release, and pyproject.toml asks for setuptools 77')
     src = tmp_path_factory.mktemp('src')/'fastai_accum'
-    shutil.copytree(root, src, ignore=shutil.ignore_patterns('.venv','.git','_*','*.egg-info','build','dist',
-                                                             '.hypothesis','.pytest_cache'))
-    shutil.copytree(root/'fastai_accum', src/'fastai_accum', dirs_exist_ok=True,
-                    ignore=shutil.ignore_patterns('__pycache__'))
-    return src
+    not_cloned = '.venv','.git','_docs','_proc','__pycache__','*.egg-info','build','dist','.hypothesis','.pytest_cache'
+    return shutil.copytree(root, src, ignore=shutil.ignore_patterns(*not_cloned))
 
 @pytest.fixture(scope='module')
 def dist(src, tmp_path_factory):
@@ -41,21 +38,18 @@ def dist(src, tmp_path_factory):
     build('--outdir', out, src)
     return out
 
-def contents(whl):
-    with zipfile.ZipFile(whl) as z: return {o: z.read(o).decode() for o in z.namelist()}
-
-def metadata(dist):
-    files = contents(next(dist.glob('*.whl')))
-    return message_from_string(next(v for k,v in files.items() if k.endswith('METADATA')))
+def contents(folder):
+    "The files of the wheel in `folder`"
+    with zipfile.ZipFile(next(folder.glob('*.whl'))) as z: return {o: z.read(o).decode() for o in z.namelist()}
 
 def test_wheel(dist, tmp_path):
     "Holds the package and the license and nothing else, and can be imported where it is installed"
     whl = next(dist.glob('*.whl'))
     assert whl.name.startswith(f'fastai_accum-{fastai_accum.__version__}-')
-    files,info = contents(whl),f'fastai_accum-{fastai_accum.__version__}.dist-info'
+    files,info = contents(dist),f'fastai_accum-{fastai_accum.__version__}.dist-info'
     modules = {str(o.relative_to(root)) for o in (root/'fastai_accum').rglob('*.py')}
     assert {o for o in files if not o.startswith(info)}==modules
-    assert files[f'{info}/licenses/LICENSE']==(root/'LICENSE').read_text(encoding='utf-8')
+    assert files[f'{info}/licenses/LICENSE']==read('LICENSE')
     sh(sys.executable, '-m', 'pip', 'install', '--no-deps', '--no-index', '--target', tmp_path/'site', whl)
     code = "import fastai_accum.all as m; assert 'site' in m.__file__, m.__file__; print(m.AccumulateStep(4).n_step)"
     assert sh(sys.executable, '-W', 'ignore', '-c', code, cwd=tmp_path,
@@ -70,18 +64,17 @@ def test_sdist(dist, src, tmp_path):
     # a part of the tests would be of no use
     assert not any(o.startswith(('nbs','tests/','benchmarks')) for o in names)
     build('--wheel', '--outdir', tmp_path, src)
-    assert contents(next(tmp_path.glob('*.whl')))==contents(next(dist.glob('*.whl')))
+    assert contents(tmp_path)==contents(dist)
 
 def test_twine(dist):
     pytest.importorskip('twine', reason='twine, which checks what PyPI accepts, is not installed')
     sh(sys.executable, '-m', 'twine', 'check', '--strict', *dist.iterdir())
 
 def test_metadata(dist):
-    meta = metadata(dist)
+    meta = message_from_string(next(v for k,v in contents(dist).items() if k.endswith('METADATA')))
     for o in ('Name','Version','Summary','Author','Keywords','Requires-Python'): assert meta[o], f'{o} is missing'
     assert meta['License-Expression']=='Apache-2.0' and meta.get_all('License-File')==['LICENSE']
-    assert meta['Description-Content-Type']=='text/markdown'
-    assert meta.get_payload().strip()==(root/'README.md').read_text(encoding='utf-8').strip()
+    assert meta['Description-Content-Type']=='text/markdown' and meta.get_payload().strip()==read('README.md').strip()
     assert [o for o in meta.get_all('Requires-Dist') if 'extra' not in o]==settings['requirements'].split()
     urls = dict(o.split(', ') for o in meta.get_all('Project-URL'))
     assert set(urls)=={'Homepage','Documentation','Repository','Issues','Changelog'}
@@ -90,20 +83,17 @@ def test_metadata(dist):
     assert 'Operating System :: OS Independent' in trove
     assert not any(o.startswith('License') for o in trove)   # PyPI refuses them beside a license expression
     pythons = [o.split(' :: ')[-1] for o in trove if re.search(r':: 3\.\d+$', o)]
-    workflow = (root/'.github/workflows/test.yml').read_text(encoding='utf-8')
-    assert pythons==re.findall(r"'(3\.\d+)'", re.search(r'python: \[(.*)\]',
-                                                        workflow)[1]), 'the workflow tests other versions of Python'
+    tested = re.search(r'python: \[(.*)\]', read('.github/workflows/test.yml'))[1]
+    assert pythons==re.findall(r"'(3\.\d+)'", tested), 'the workflow tests other versions of Python'
     assert meta['Requires-Python']==f'>={pythons[0]}'
 
 def test_oldest():
     "The workflow's oldest versions are those that the metadata allows"
-    oldest = (root/'.github/oldest.txt').read_text(encoding='utf-8').split()
-    assert {o.replace('>=', '==') for o in settings['requirements'].split()} <= set(oldest)
+    assert set(settings['requirements'].replace('>=', '==').split()) <= set(read('.github/oldest.txt').split())
 
 def test_readme_on_pypi():
     "PyPI and GitHub show the README without the site around it, so a link or an image that is relative would be broken"
-    text = (root/'README.md').read_text(encoding='utf-8')
-    text = re.sub(r'^```.*?^```', '', text, flags=re.S|re.M)
+    text = re.sub(r'^```.*?^```', '', read('README.md'), flags=re.S|re.M)
     links = re.findall(r'\]\(([^)\s]+)', text) + re.findall(r'(?:src|href)="([^"]+)"', text)
     broken = [o for o in links if not o.startswith(('https://','#'))]
     assert links and not broken, broken
@@ -113,35 +103,33 @@ def test_readme_on_pypi():
 def test_pages_exist():
     "Links to the site that are not on the site, where its own test would see them"
     for name in 'README.md','CHANGELOG.md','.github/ISSUE_TEMPLATE/bug.yml','.github/ISSUE_TEMPLATE/config.yml':
-        text = (root/name).read_text(encoding='utf-8')
-        pages = re.findall(r'fastai-accum\.github\.io/fastai_accum/([\w/]+)\.html', text)
+        pages = re.findall(r'fastai-accum\.github\.io/fastai_accum/([\w/]+)\.html', read(name))
         missing = [o for o in pages if not (root/f'nbs/{o}.ipynb').is_file()]
         assert pages and not missing, (name, missing)
 
-def test_changelog():
-    "The version that the package has is described"
-    assert f'\n## {fastai_accum.__version__}\n' in (root/'CHANGELOG.md').read_text(encoding='utf-8')
+def test_changelog(): assert f'\n## {fastai_accum.__version__}\n' in read('CHANGELOG.md')
 
 def test_import(tmp_path):
-    "It loads no library that `fastai.basics` has not loaded, and adds no progress bar to every learner"
-    code = """import sys
+    """It loads no library that `fastai.basics` has not loaded, and adds no progress bar to every learner. A name of
+    `all` can be imported from the package, which loads nothing before; any other is missing as usual"""
+    code = """import sys,fastai_accum
+assert 'fastai' not in sys.modules
 from fastai.basics import *
 modules,cbs = set(sys.modules),list(defaults.callbacks)
-import fastai_accum.all
-assert defaults.callbacks==cbs
-print(*sorted({o.split('.')[0] for o in set(sys.modules)-modules}))"""
-    loaded = sh(sys.executable, '-W', 'ignore', '-c', code, cwd=tmp_path, env=environment()).split()
-    assert loaded==['fastai_accum'], loaded
+from fastai_accum import AccumulateStep, turn_on_accumulation, loop
+import fastai_accum.all as all
+assert AccumulateStep is all.AccumulateStep and not hasattr(fastai_accum, 'nn') and defaults.callbacks==cbs
+try: from fastai_accum import AcumulateStep
+except ImportError: print(*{o.split('.')[0] for o in set(sys.modules)-modules})"""
+    assert python('-c', code, cwd=tmp_path)=='fastai_accum\n'
 
 def test_public_names():
     names = {}
     exec('from fastai_accum.all import *', names)
     for o in ('AccumulateStep MicroBatch turn_on_accumulation turn_off_accumulation accumulation loss_weight '
-              'BatchNormEval').split():
-        assert o in names, o
-    for o in 'Window Counts Plan WindowCallback Replaced join slices base_loss processes is_a'.split():
+              'BatchNormEval').split(): assert o in names, o
+    for o in 'Window Counts Plan WindowCallback Replaced join slices base_loss processes is_a fastai_accum F'.split():
         assert o not in names, f'{o} is not for users'
-    assert 'fastai_accum' not in names and 'F' not in names
 
 def test_names_of_callbacks():
     "`learn.NAME` is the callback, so no method of a learner may have that name"
@@ -167,9 +155,9 @@ def test_help_explains_each_argument():
 
 def first_example(folder, n_blocks, more=''):
     "A script of the first blocks of Python in the README, with small images, a small network and no weights to load"
-    blocks = re.findall(r'^```python\n(.*?)^```', (root/'README.md').read_text(encoding='utf-8'), flags=re.S|re.M)
-    code,small = '\n'.join(blocks[:n_blocks]),{'resnet34':'resnet18, pretrained=False', 'Resize(224)':'Resize(32)',
-                                               'bs=64':'bs=16', 'fine_tune(3)':'fine_tune(1)'}
+    code = '\n'.join(re.findall(r'^```python\n(.*?)^```', read('README.md'), flags=re.S|re.M)[:n_blocks])
+    small = {'resnet34':'resnet18, pretrained=False', 'Resize(224)':'Resize(32)', 'bs=64':'bs=16',
+             'fine_tune(3)':'fine_tune(1)'}
     for old,new in small.items():
         assert old in code
         code = code.replace(old, new)
@@ -187,77 +175,62 @@ for name,v in shades.items():
 def test_readme_runs(tmp_path):
     "The Python of the README, on images in a folder"
     counts = "\nlearn.fit(1)\nc = learn.accumulate_step.counts; print(c.n_micro, c.n_steps)"
-    script = first_example(tmp_path, 2, counts)
-    out = sh(sys.executable, '-W', 'ignore', script, cwd=tmp_path, env=environment())
+    out = python(first_example(tmp_path, 2, counts), cwd=tmp_path)
     assert out.count('batch norm sees')==1 and 'batch norm sees 16 samples' in out, 'beside `AccumulateStep` only'
     assert out.split()[-2:]==['4','1'], 'an epoch of 76 images in batches of 16: one step'
-
-def python(version):
-    "The newest Python of this version that is installed, on the path or by pyenv; or `None`"
-    found = sorted((Path.home()/'.pyenv'/'versions').glob(f'{version}.*/bin/python'))
-    return found[-1] if found else shutil.which(f'python{version}')
 
 @pytest.mark.parametrize('version', ['3.11','3.12','3.13'])
 def test_fresh_environment(version, dist, tmp_path):
     "The wheel, with what it requires, installs for each supported Python, and trains the first example of the README"
     if not os.environ.get('FRESH'): pytest.skip('it downloads PyTorch, 6 GB for each Python: `make test-fresh`')
-    if not python(version): pytest.skip(f'Python {version} is not installed')
-    sh(python(version), '-m', 'venv', tmp_path/'env')
+    found = sorted((Path.home()/'.pyenv'/'versions').glob(f'{version}.*/bin/python'))   # the newest, by pyenv
+    exe,bin = found[-1] if found else shutil.which(f'python{version}'),tmp_path/'env'/'bin'
+    if not exe: pytest.skip(f'Python {version} is not installed')
+    sh(exe, '-m', 'venv', tmp_path/'env')
     env = {k:v for k,v in os.environ.items() if k!='PYTHONPATH'}
-    try: sh(tmp_path/'env'/'bin'/'pip', 'install', '--quiet', next(dist.glob('*.whl')), env=env)
+    try: sh(bin/'pip', 'install', '--quiet', next(dist.glob('*.whl')), env=env)
     except subprocess.CalledProcessError as e:
         if not re.search('No matching distribution|connection|Temporary failure', e.stderr): raise
         pytest.skip(f'its packages cannot be downloaded here: {e.stderr.strip().splitlines()[-1]}')
     script = first_example(tmp_path, 1, "\nprint(sys.prefix, learn.cbs[-1], learn.final_record)")
-    out = sh(tmp_path/'env'/'bin'/'python', '-W', 'ignore', script, cwd=tmp_path, env=env)
+    out = sh(bin/'python', '-W', 'ignore', script, cwd=tmp_path, env=env)
     assert f'{tmp_path/"env"} GradientCheckpointing' in out, out
 
-def test_names_of_the_package(tmp_path):
-    "A name of `all` can be imported from the package, which loads nothing before; any other is missing as usual"
-    code = """import sys, fastai_accum
-assert 'fastai' not in sys.modules
-from fastai_accum import AccumulateStep, turn_on_accumulation, loop
-import fastai_accum.all as all
-assert AccumulateStep is all.AccumulateStep and not hasattr(fastai_accum, 'nn')
-try: from fastai_accum import AcumulateStep
-except ImportError: print('missing')"""
-    assert sh(sys.executable, '-W', 'ignore', '-c', code, cwd=tmp_path, env=environment())=='missing\n'
+# ---- notebooks
+
+def is_page(p): return not any(o.startswith(('_','.')) for o in p.relative_to(root/'nbs').parts)
+notebooks = [p for p in sorted((root/'nbs').rglob('*.ipynb')) if is_page(p)]
+def cells(p): return json.loads(p.read_text(encoding='utf-8'))['cells']
 
 def lines_to_read(p):
     "The lines of code to be read: cells that are neither hidden nor exported, and blocks in the text"
-    for c in json.loads(p.read_text(encoding='utf-8'))['cells']:
+    for c in cells(p):
         s = ''.join(c['source'])
         if c['cell_type']=='markdown':
             yield from '\n'.join(re.findall(r'^```.*?\n(.*?)^```', s, flags=re.S|re.M)).split('\n')
         elif not re.search(r"^#\|\s*(hide|export|exporti)\b", s, flags=re.M):
             yield from (o for o in s.split('\n') if not o.startswith('#|'))
 
-def is_page(p): return not any(o.startswith(('_','.')) for o in p.relative_to(root/'nbs').parts)
-notebooks = [p for p in sorted((root/'nbs').rglob('*.ipynb')) if is_page(p)]
-
 def test_one_name():
     "No two pages share a name, so it is clear which one is meant"
     names = [p.stem for p in notebooks]
     assert len(names)>40 and len(set(names))==len(names), sorted(o for o in set(names) if names.count(o)>1)
 
-def test_comments_stand_alone():
-    "On a phone, what stands behind a line of code is cut"
-    developers = (root/'nbs/_quarto.yml').read_text(encoding='utf-8').partition('id: developers')[2]
-    found = {p.stem:[o for o in lines_to_read(p) if re.search(r'\S\s+# ', o)] for p in notebooks
-             if f'{p.stem}.ipynb' not in developers}
-    assert len(found)>20 and not any(found.values()), {k:v for k,v in found.items() if v}
-
 def test_lines_fit():
-    "A line of code that readers of the page or of the notebook see has at most 88 letters"
-    found = {p.stem:[o for o in lines_to_read(p) if len(o)>88] for p in notebooks}
-    assert not any(found.values()), {k:v for k,v in found.items() if v}
+    """A line of code that readers see has at most 88 letters, and on pages for users no comment behind it: on a phone,
+    that is cut"""
+    developers = read('nbs/_quarto.yml').partition('id: developers')[2]
+    for p in notebooks:
+        for o in lines_to_read(p):
+            assert len(o)<=88, (p.stem, o)
+            assert f'{p.stem}.ipynb' in developers or not re.search(r'\S\s+# ', o), (p.stem, o)
 
 def test_no_noise_in_notebooks():
     "Stored outputs have no warnings, progress bars or paths of one machine"
     noise = 'Warning','█','% [','|----','site-packages',*(f'/{folder}/' for folder in ('home','root','tmp'))
     for p in notebooks:
         text = ''.join(str(o.get('text', '')) + str(o.get('data', {}).get('text/plain', ''))
-                       for c in json.loads(p.read_text(encoding='utf-8'))['cells'] for o in c.get('outputs', []))
+                       for c in cells(p) for o in c.get('outputs', []))
         assert not [o for o in noise if o in text], p.stem
 
 # ---- benchmarks

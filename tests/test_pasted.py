@@ -8,14 +8,13 @@ def test_cells_run_as_they_are_read(name, tmp_path):
     error = paste(cells(pages[name]), tmp_path)
     assert not error, error
 
-def test_a_name_that_the_page_hides_is_an_error(tmp_path):
+def test_what_readers_see_is_copied(tmp_path):
+    "A name that the page hides is an error"
     hidden = ['#| hide', '#| echo: false', '#| include: false', '#| export\n#| hide', '#| exporti',
               '#| default_exp all']
     assert not any(is_visible(f'{o}\nn = 4') for o in hidden)
     copied = [o for o in ('a = 2', f'{hidden[0]}\nn = 4', 'a*n') if is_visible(o)]
     assert "NameError: name 'n'" in paste(copied, tmp_path)
-
-def test_what_readers_see_is_copied():
     assert all(map(is_visible, ['n = 4', '#| fig-alt: "a plot"\nplot()', '#| code-fold: true\nn', '#| echo: true\nn']))
 
 def test_the_notebook_is_alone(tmp_path):

@@ -1,5 +1,5 @@
 "`turn_on_accumulation`: every learner, every way to train, and fastai as it was afterwards"
-import itertools,pytest,threading,zipfile
+import pytest,threading,zipfile
 from functools import wraps
 from harness import *
 from fastai_accum.patch import *
@@ -13,14 +13,14 @@ def turned_off():
 fits = dict(fit=Self.fit(2), one_cycle=Self.fit_one_cycle(2), flat_cos=Self.fit_flat_cos(2), sgdr=Self.fit_sgdr(2, 1),
             fine_tune=Self.fine_tune(2, base_lr=0.02), positional=Self.fit(2, 0.01, 0.1, None, True, 1),
             lr_find=Self.lr_find(num_it=24, show_plot=False))
-settings = dict(n_step=(dict(n_step=4), 8), n_samples=(dict(n_samples=64), 24),
-                drop_last=(dict(n_step=4, drop_last=True), 8))
+# arguments, samples, and the sizes of micro-batches and of the large batch
+settings = dict(n_step=(dict(n_step=4), 92, 8, 32), n_samples=(dict(n_samples=64), 200, 24, 72),
+                drop_last=(dict(n_step=4, drop_last=True), 100, 8, 32))
 
 def check(fit, how, existing, tmp_path):
     "Learners that exist and those made later, in every way to train"
-    kw,bs = settings[how]
-    n,large = dict(n_step=(92,32), n_samples=(200,72), drop_last=(100,32))[how]
-    make = lambda bs, drop=False: make_learner(make_dls(n, bs, drop_last=drop, shuffle=False), path=tmp_path)
+    kw,n,bs,large = settings[how]
+    def make(bs, drop=False): return make_learner(make_dls(n, bs, drop_last=drop, shuffle=False), path=tmp_path)
     if existing: a = make(bs)
     turn_on_accumulation(**kw)
     if not existing: a = make(bs)
@@ -35,20 +35,21 @@ def check(fit, how, existing, tmp_path):
 @each(7, fit=fits, how=settings, existing=[True,False])
 def test_every_way_to_train(fit, how, existing, tmp_path): check(fit, how, existing, tmp_path)
 
+def make(n=96, **kwargs): return make_learner(make_dls(n, 8), **kwargs)
 def steps(learn, **kwargs): learn.spy.steps = []; learn.fit(1, **kwargs); return len(learn.spy.steps)
+def n_step(): return accumulation_settings() and accumulation_settings()['n_step']
 
 def test_rank():
     "The learner's own or that of the call, then the innermost block, then what was turned on"
-    make = lambda cbs=None: make_learner(make_dls(96, 8), cbs=cbs)
     turn_on_accumulation(2)
     assert steps(make())==6
     with accumulation(3):
         assert steps(make())==4
         with accumulation(n_samples=32): assert steps(make())==3
         assert steps(make())==4
-        own = make(AccumulateStep(6))
+        own = make(cbs=AccumulateStep(6))
         assert steps(own)==2 and own.accumulate_step.n_step==6
-        assert steps(make(AccumulateStep(1)))==12 and steps(make().accumulate(12))==1
+        assert steps(make(cbs=AccumulateStep(1)))==12 and steps(make().accumulate(12))==1
         for cbs in AccumulateStep(6), [AccumulateStep(6)], L(AccumulateStep(6)): assert steps(make(), cbs=cbs)==2
         # a class is made without arguments
         with pytest.raises(ValueError, match='give either n_step'): steps(make(), cbs=AccumulateStep)
@@ -58,8 +59,6 @@ def test_rank():
     assert accumulation_settings()==dict(n_step=None, n_samples=16) and steps(make(), cbs=cbs)==6 and len(cbs)==1
     turn_off_accumulation(); turn_off_accumulation()
     assert accumulation_settings() is None and steps(make())==12
-
-def n_step(): return accumulation_settings() and accumulation_settings()['n_step']
 
 def test_block():
     "Goes back to the earlier setting, also after an exception, and whatever was changed inside"
@@ -74,50 +73,48 @@ def test_block():
     def f(): return n_step()
     assert f()==f()==5 and n_step()==2
 
-bad = [dict(), dict(n_step=0), dict(n_step=4, n_samples=8), dict(n_step=4, drop_last=1), dict(n_step=4, weight=3),
-       dict(n_step=4, n_steps=4)]
-def test_bad_arguments_of_the_patch():
+@each(f=[turn_on_accumulation, lambda **kw: accumulation(**kw).__enter__()],
+      kw=[dict(), dict(n_step=0), dict(n_step=4, n_samples=8), dict(n_step=4, drop_last=1), dict(n_step=4, weight=3),
+          dict(n_step=4, n_steps=4)])
+def test_bad_arguments_of_the_patch(f, kw):
     "The error names the argument, and what was on stays on"
     turn_on_accumulation(4)
-    for f,kw in itertools.product([turn_on_accumulation, lambda **kw: accumulation(**kw).__enter__()], bad):
-        with pytest.raises((ValueError,TypeError), match=list(kw)[-1] if kw else 'give either n_step'): f(**kw)
+    with pytest.raises((ValueError,TypeError), match=list(kw)[-1] if kw else 'give either n_step'): f(**kw)
     assert n_step()==4
 
 def test_running_fit_keeps_its_setting():
-    learn = make_learner(make_dls(96, 8))
+    learn = make()
     turn_on_accumulation(4)
     learn.fit(2, cbs=Callback(after_epoch=lambda cb: turn_off_accumulation()))
     assert len(learn.spy.steps)==6 and steps(learn)==12
 
-def test_wrapped_by_others():
+def test_wrapped_by_others(monkeypatch):
     "Another library wraps `Learner.fit` on top: its wrapper stays, and ours does nothing any more"
-    fit = Learner.fit
+    monkeypatch.setattr(Learner, 'fit', Learner.fit)   # and put back
     turn_on_accumulation(4)
     ours,calls = Learner.fit,[]
     @wraps(ours)
     def other(self, *args, **kwargs): calls.append(1); return ours(self, *args, **kwargs)
     Learner.fit = other
-    try:
-        learn = make_learner(make_dls(96, 8))
-        assert steps(learn)==3
-        turn_off_accumulation()
-        assert Learner.fit is other and steps(learn)==12
-        turn_on_accumulation(2)
-        assert steps(learn)==6 and len(calls)==3
-        turn_off_accumulation()
-        assert Learner.fit is other
-    finally: Learner.fit = fit
+    learn = make()
+    assert steps(learn)==3
+    turn_off_accumulation()
+    assert Learner.fit is other and steps(learn)==12
+    turn_on_accumulation(2)
+    assert steps(learn)==6 and len(calls)==3
+    turn_off_accumulation()
+    assert Learner.fit is other
 
 def test_exported_while_on(tmp_path):
     "Nothing of the library is in the file: it loads where fastai_accum is not installed"
-    learn = make_learner(make_dls(96, 8), splitter=trainable_params, path=tmp_path)
+    learn = make(splitter=trainable_params, path=tmp_path)
     learn.remove_cb(Spy); learn.logger = print
     with accumulation(4): learn.fit(1); learn.recorder.smooth_loss = AvgSmoothLoss(); learn.export('a.pkl')
     names = zipfile.ZipFile(tmp_path/'a.pkl')
     assert not any(b'fastai_accum' in names.read(o) for o in names.namelist())
 
 def test_blocks_of_two_threads():
-    "Blocks of two threads: off when the last one has ended"
+    "Off when the last one has ended"
     first,second = threading.Event(),threading.Event()
     def one():
         with accumulation(2): first.set(); second.wait(10)
@@ -130,12 +127,10 @@ def test_blocks_of_two_threads():
 
 def test_counts_after_a_patched_fit():
     "They can be read, the next fit replaces them, and only `learn.cbs` says whether accumulation is on"
-    learn = make_learner(make_dls(64, 8))
-    with accumulation(4): learn.fit(1)
-    assert learn.accumulate_step.counts.n_steps==2 and not any(isinstance(o, AccumulateStep) for o in learn.cbs)
-    learn.fit(1)
-    assert len(learn.spy.steps)==2+8
-    with accumulation(2): learn.fit(1)
-    assert learn.accumulate_step.counts.n_steps==4 and deepcopy(learn).accumulate_step is None
+    learn = make(64)
+    with accumulation(4): assert steps(learn)==learn.accumulate_step.counts.n_steps==2
+    assert not any(isinstance(o, AccumulateStep) for o in learn.cbs) and steps(learn)==8
+    with accumulation(2): assert steps(learn)==learn.accumulate_step.counts.n_steps==4
+    assert deepcopy(learn).accumulate_step is None
     learn.accumulate(8).fit(1)
     assert learn.accumulate_step.counts.n_steps==1

@@ -9,21 +9,22 @@ class Low(Callback):
     def before_batch(self): self.learn.xb = tuple(o.to(next(self.model.parameters()).dtype) for o in self.xb)
     def after_pred(self): self.learn.pred = self.pred.double()
 
-def low_learner(dtype, bs, cbs, n=64, opt_func=SGD, **kwargs):
-    return make_learner(make_dls(n, bs, shuffle=False), small_model().to(dtype), opt_func=opt_func,
+def low_learner(dtype, bs, cbs, n=64, opt_func=SGD, y=None, **kwargs):
+    return make_learner(make_dls(n, bs, y, shuffle=False), small_model().to(dtype), opt_func=opt_func,
                         cbs=[Low(), *L(cbs)], **kwargs)
 
-def exact_window(dtype, idxs, micro, y=None, loss=None):
+def exact_window(dtype, idxs, micro, y=None, loss=None, model=None, x=None):
     """The mean gradient over samples `idxs`, of micro-batches that go backward in `dtype` one by one, summed in
     float64. Losses are scaled by their weights, relative to the first"""
-    model,x,y = small_model().to(dtype),features(64),classes(64) if y is None else y
+    model,y = model or small_model().to(dtype),classes(64) if y is None else y
+    x = features(64).to(dtype) if x is None else x
     parts = [idxs[i:i+micro] for i in range(0, len(idxs), micro)]
     ws = [len(j) if loss is None else loss.weight[y[j]].sum().item() for j in parts]
     sums = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
     for j,w in zip(parts, ws):
         model.zero_grad()
-        ((loss or F.cross_entropy)(model(x[j].to(dtype)).double(), y[j])*(w/ws[0])).backward()
-        for s,p in zip(sums, model.parameters()): s += p.grad.double()
+        ((loss or F.cross_entropy)(model(x[j]).double(), y[j])*(w/ws[0])).backward()
+        for s,p in zip(sums, model.parameters()): s += p.grad.double().to_dense()
     return [s*ws[0]/sum(ws) for s in sums]
 
 def ulps(a, exact):
@@ -34,15 +35,23 @@ def ulps(a, exact):
 
 by_class = nn.CrossEntropyLoss(weight=torch.tensor([1.,7.,30.]).double())
 
+def error(dtype, micro, *cbs, loss=None, y=None):
+    "Of the first window of a fit, against the same low-precision gradients, summed in float64; in units"
+    learn = low_learner(dtype, micro, [AccumulateStep(64//micro), *cbs], loss_func=loss, y=y)
+    learn.fit(1)
+    exact = exact_window(dtype, list(range(64)), micro, y, loss)
+    return tensor([*map(ulps, learn.spy.steps[0]['grads'], exact)]).max()   # which may be NaN
+
 @drawn(4, loss=[None,by_class], micro=[8,1], dtype=[torch.float16,torch.bfloat16])
 def test_two_units_in_the_last_place(dtype, micro, loss):
-    "The first window of a fit against the same low-precision gradients, summed in float64"
-    def error(cbs):
-        learn = low_learner(dtype, micro, [AccumulateStep(64//micro), *cbs], loss_func=loss)
-        learn.fit(1)
-        return max(map(ulps, learn.spy.steps[0]['grads'], exact_window(dtype, list(range(64)), micro, loss=loss)))
-    assert error([GradAccumDtype()]) <= 2
-    if micro==1: assert error([]) > 2   # what it is for
+    assert error(dtype, micro, GradAccumDtype(), loss=loss)<=2
+    if micro==1: assert error(dtype, micro, loss=loss)>2   # what it is for
+
+def test_the_mean_fits_where_the_sum_does_not():
+    "Weights that grow along the window: the sum is cast after the division"
+    y = classes(64).sort().values   # the first micro-batches are of the class that weighs little
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.,5e4,5e4]).double())
+    assert error(torch.float16, 8, GradAccumDtype(), loss=loss, y=y)<=2
 
 class Learned(nn.Module):
     "A loss with parameters of its own"
@@ -57,15 +66,14 @@ def unfreezes(at, event):
     return Callback(**{event:f})
 def leaves_out(cb):
     if cb.training and cb.micro.i in (1,7): raise CancelBatchException
-def summed(): return nn.CrossEntropyLoss(reduction='sum')
 
 alike = dict(
     tail     = dict(),
     dropped  = dict(drop_last=True),
     shorter  = dict(n=50, skip=(3,4,20)),
     clip     = dict(cbs=lambda: GradientClip(.01)),
-    kept_sum = dict(acc=dict(average=False), loss_func=summed),
-    loss     = dict(loss_func=Learned, acc=dict(weight=lambda p, y: by_class.weight[y].sum())),
+    kept_sum = dict(acc=dict(average=False), loss=lambda: nn.CrossEntropyLoss(reduction='sum')),
+    loss     = dict(loss=Learned, acc=dict(weight=lambda p, y: by_class.weight[y].sum())),
     unfreeze = dict(cbs=lambda: unfreezes(2, 'before_batch'), frozen=True),
     at_end   = dict(cbs=lambda: unfreezes(3, 'after_batch'), frozen=True),
     left_out = dict(cbs=lambda: Callback(after_loss=leaves_out)),
@@ -74,24 +82,21 @@ alike = dict(
 @each(name=alike)
 def test_exact_where_nothing_is_low(name):
     "For parameters in float64 the callback changes nothing"
-    def train(*sums):
-        kw = dict(alike[name])
-        acc,cbs,loss,frozen = (kw.pop(k, v) for k,v in dict(acc={}, cbs=list, loss_func=noop, frozen=False).items())
+    def train(*sums, acc={}, cbs=list, loss=nn.CrossEntropyLoss, frozen=False, **kwargs):
         lf = loss()
-        split = (lambda m: [params(m[0]), [*params(m[1:]), *params(lf)]]) if name=='loss' else halves
-        learn = make_learner(make_dls(**{**dict(n=76, bs=8, shuffle=False), **kw}), loss_func=lf, splitter=split,
+        def split(m): return [params(m[0]), [*params(m[1:]), *lf.parameters()]]
+        learn = make_learner(make_dls(**{**dict(n=76, bs=8, shuffle=False), **kwargs}), loss_func=lf, splitter=split,
                              cbs=[AccumulateStep(4, **acc), *sums, *L(cbs())])
         if frozen: learn.freeze()
         learn.fit_one_cycle(2, .02)
         return learn
-    a,b = train(GradAccumDtype()),train()
+    a,b = train(GradAccumDtype(), **alike[name]),train(**alike[name])
     assert_same(a, b)
-    if name=='loss': close(a.loss_func.t, b.loss_func.t)
+    close(list(a.loss_func.parameters()), list(b.loss_func.parameters()))
 
 @each(dtype=[torch.float16,torch.bfloat16])
 def test_each_gradient_is_freed(dtype):
-    """No low-precision gradient is there when the next micro-batch begins, and when one is added the ones before are
-    gone"""
+    "When the next micro-batch begins, and when one is added the ones before are gone"
     left = []
     def look(cb):
         if not cb.training or cb.accumulate_step.window.n_micro==1: return
@@ -102,52 +107,33 @@ def test_each_gradient_is_freed(dtype):
     assert len(left)==12 and all(all(o) for o in left)
     assert all(g.dtype==dtype for s in learn.spy.steps for g in s['grads'])
 
-def test_the_mean_fits_where_the_sum_does_not():
-    """Weights that grow along the window: the sum of float16 gradients does not fit where their mean does, and is cast
-    after the division"""
-    y = classes(64).sort().values   # the first micro-batches are of the class that weighs little
-    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.,5e4,5e4]).double())
-    learn = make_learner(make_dls(64, 8, y=y, shuffle=False), small_model().half(), loss, SGD,
-                         [Low(), AccumulateStep(8), GradAccumDtype()])
-    learn.fit(1)
-    grads = learn.spy.steps[0]['grads']
-    assert all(g.isfinite().all() for g in grads)
-    assert max(map(ulps, grads, exact_window(torch.float16, list(range(64)), 8, y=y, loss=loss)))<=2
-
 class Either(nn.Module):
     "An embedding whose gradient is sparse or, for the micro-batches of `dense`, dense"
-    def __init__(self, dense, dtype):
+    def __init__(self, dense=(), dtype=torch.float64):
         super().__init__(); torch.manual_seed(0)
         self.n,self.dense,self.emb = 0,dense,nn.Parameter(torch.randn(5,3).to(dtype))
     def forward(self, x):
         self.n += self.training
         return F.embedding(x, self.emb, sparse=self.training and self.n%8 not in self.dense).mean(1).double()
 
+def embedded(x, bs, cbs, *args):
+    "The gradients of each step"
+    learn = make_learner(make_dls(64, bs, x=x, shuffle=False), Either(*args), opt_func=SGD, cbs=cbs, **one_group)
+    learn.fit(1)
+    return [s['grads'][0].to_dense() for s in learn.spy.steps]
+
 @each(dense=[[], [0], [1], [2,3], [1,2,3,4,5,6,7,0]])
 def test_sparse_and_dense(dense):
-    def train(bs, cbs, dtype=torch.float64):
-        x = torch.randint(5, (64,3), generator=torch.Generator().manual_seed(0))
-        learn = make_learner(make_dls(64, bs, x=x, shuffle=False), Either(dense, dtype), splitter=trainable_params,
-                             opt_func=SGD, cbs=cbs)
-        learn.fit(1)
-        return [s['grads'][0].to_dense() for s in learn.spy.steps]
-    assert rel(train(8, [AccumulateStep(4), GradAccumDtype()]), train(32, []))[0]<=TOL
+    x = torch.randint(5, (64,3))
+    close(embedded(x, 8, [AccumulateStep(4), GradAccumDtype()], dense), embedded(x, 32, [], dense))
 
 def test_sparse_is_cast_once():
     "Entries of the same row are added before they are rounded"
-    x = torch.randint(3, (64,4), generator=torch.Generator().manual_seed(0))
-    def grad(dtype, cbs, bs):
-        learn = make_learner(make_dls(64, bs, x=x, shuffle=False), Either([], dtype), splitter=trainable_params,
-                             opt_func=SGD, cbs=cbs)
-        learn.fit(1)
-        return learn.spy.steps[0]['grads'][0].to_dense()
-    model = Either([], torch.bfloat16); model.train()
-    exact = torch.zeros(5,3).double()
-    for i in range(64):
-        model.zero_grad()
-        F.cross_entropy(model(x[i:i+1]), classes(64)[i:i+1]).backward()
-        exact += model.emb.grad.double().to_dense()/64
-    assert ulps(grad(torch.bfloat16, [AccumulateStep(64), GradAccumDtype()], 1), exact)<=2
+    x = torch.randint(3, (64,4))
+    grad, = embedded(x, 1, [AccumulateStep(64), GradAccumDtype()], (), torch.bfloat16)
+    model = Either((), torch.bfloat16)
+    exact, = exact_window(None, list(range(64)), 1, model=model.train(), x=x)
+    assert ulps(grad, exact)<=2
 
 def test_peak_memory_of_sums(monkeypatch):
     "A plain run keeps 2 bytes a parameter for gradients. With sums in float32 it is 4; it would be 6 if both were kept"

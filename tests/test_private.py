@@ -1,9 +1,10 @@
 """The private names of PyTorch and fastai that the package uses: each test fails by name when one is gone or means
 something else. `nbs/private.ipynb` has the reason for each."""
-import ast
+import ast,inspect,threading
 from pathlib import Path
 import fastai_accum
 from harness import *
+from fastai.text.models.awdlstm import AWD_LSTM
 from fastai_accum.private import (
     SyncBatchNormFunction,TorchDispatchMode,attention,change_hidden,compiled_in_place,default_arguments,dispatch_modes,
     function_modes,grad_hook_dicts,has_hidden,hook_dicts,in_vmap,is_compiled,mps_generator,no_modes,own_backward,
@@ -23,23 +24,13 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 def test_hook_dicts():
-    m,n = nn.Linear(2, 2),[]
-    m.register_forward_pre_hook(lambda *o: n.append(0))
-    m.register_forward_hook(lambda *o: n.append(1))
-    m.register_full_backward_pre_hook(lambda *o: n.append(2))
-    m.register_full_backward_hook(lambda *o: n.append(3))
-    forward,pre,backward,backward_pre = hook_dicts(m)
+    m,p,n = nn.Linear(2, 2),nn.Parameter(torch.ones(2)),[]
+    for o in (m.register_forward_pre_hook, m.register_forward_hook, m.register_full_backward_pre_hook,
+              m.register_full_backward_hook, p.register_hook, p.register_post_accumulate_grad_hook):
+        o(lambda *_: n.append(o))
     assert [len(o) for o in hook_dicts(m)]==[1]*4
-    for hs in hook_dicts(m): hs.clear()
-    m(torch.ones(1, 2)).sum().backward()
-    assert n==[]
-
-def test_grad_hook_dicts():
-    p,n = nn.Parameter(torch.ones(2)),[]
-    p.register_hook(lambda g: n.append(0))
-    p.register_post_accumulate_grad_hook(lambda p: n.append(1))
-    for hs in grad_hook_dicts(p): hs.clear()
-    p.sum().backward()
+    for hs in *hook_dicts(m),*grad_hook_dicts(p): hs.clear()
+    (m(torch.ones(1, 2)).sum()+p.sum()).backward()
     assert n==[] and grad_hook_dicts(nn.Parameter(torch.ones(2)))[1] is None
 
 def test_is_compiled():
@@ -53,25 +44,19 @@ def test_is_compiled():
 @pytest.mark.skipif(not torch.backends.mps.is_available(), reason='Apple devices only')
 def test_mps_generator(): assert isinstance(mps_generator(torch.mps), torch.Generator)
 
-def test_modes_of_a_thread():
-    from threading import Thread
-    ops,calls = Ops(),Calls()
-    def run(modes):
-        push_modes(*modes)
-        torch.ones(2).add(1)
-    with ops,calls: modes = function_modes(),dispatch_modes()
-    t = Thread(target=run, args=[modes])
-    t.start(); t.join()
-    assert ops.n>0 and torch.Tensor.add in calls.seen
-    n = ops.n
-    torch.ones(2)
-    assert ops.n==n   # the modes have gone with the thread
-
-def test_no_modes():
+def test_modes():
+    "They are handed to a thread, with which they go, and there may be none for a while"
     ops,calls = Ops(),Calls()
     with ops,calls:
+        modes = function_modes(),dispatch_modes()
         with no_modes(): torch.ones(2).add(1)
     assert ops.n==0 and calls.seen==[]
+    def run(): push_modes(*modes); torch.ones(2).add(1)
+    t = threading.Thread(target=run)
+    t.start(); t.join()
+    n = ops.n
+    torch.ones(2)
+    assert ops.n==n>0 and torch.Tensor.add in calls.seen
 
 def test_in_vmap():
     seen = []
@@ -84,27 +69,21 @@ def test_default_arguments():
 
 def test_attention():
     "The slow path of attention, whose dropout can be seen; the same function otherwise"
-    torch.manual_seed(0)
-    m,x = nn.MultiheadAttention(4, 2, batch_first=True).eval(),torch.randn(2, 3, 4)
-    plain,_ = m(x, x, x)
-    calls = Calls()
-    qkv = [o.transpose(0,1) for o in (x,x,x)]
-    with calls: out,_ = attention(*qkv, 4, 2, m.in_proj_weight, m.in_proj_bias, None, None,
+    m,x,calls = nn.MultiheadAttention(4, 2).eval(),torch.randn(2, 3, 4),Calls()
+    with calls: out,_ = attention(x, x, x, 4, 2, m.in_proj_weight, m.in_proj_bias, None, None,
                                   False, 0., m.out_proj.weight, m.out_proj.bias, training=False)
     assert F.linear in calls.seen and F.multi_head_attention_forward not in calls.seen
-    assert torch.allclose(out.transpose(0,1), plain, atol=1e-6)
+    assert torch.allclose(out, m(x, x, x)[0], atol=1e-6)
 
 def test_sync_batch_norm_function():
-    import inspect
     names = 'self input weight bias running_mean running_var eps momentum process_group world_size'.split()
     assert list(inspect.signature(SyncBatchNormFunction.forward).parameters)==names
 
 def test_fastai():
     learn = make_learner(make_dls(16, 8), metrics=Losses())
-    learn.recorder.train_metrics = True
-    assert [type(o) for o in train_metrics(learn.recorder)]==[Losses]
-    learn.recorder.train_metrics = False
-    assert train_metrics(learn.recorder)==[]
+    for on in True,False:
+        learn.recorder.train_metrics = on
+        assert [type(o) for o in train_metrics(learn.recorder)]==[Losses]*on
     seen = []
     def note(f, event_type, ex, final=noop):
         seen.append(event_type)
@@ -115,7 +94,6 @@ def test_fastai():
     assert own_backward in vars(Learner)
 
 def test_hidden_states():
-    from fastai.text.models.awdlstm import AWD_LSTM
     m = AWD_LSTM(10, 4, 5, 2)
     m.reset()
     assert has_hidden(m) and not has_hidden(nn.Linear(2, 2))
@@ -127,16 +105,14 @@ modules = sorted(o for o in ours.rglob('*.py') if o.name not in ('_modidx.py','p
 
 def private_names(f):
     "The private names that a module takes from PyTorch, fastai or Python"
-    for o in ast.walk(ast.parse(f.read_text(encoding='utf-8'))):
+    nodes = list(ast.walk(ast.parse(f.read_text(encoding='utf-8'))))
+    own = {'self','cls','o',*(o.name for o in nodes if isinstance(o, ast.ClassDef))}
+    for o in nodes:
         if isinstance(o, ast.ImportFrom) and not o.level:
             names = [*o.module.split('.'), *(a.name for a in o.names)]
             if any(k.startswith('_') for k in names): yield f'from {o.module}'
-        is_own = isinstance(o, ast.Attribute) and getattr(o.value, 'id', '') in ('self','cls','o')
-        if isinstance(o, ast.Attribute) and o.attr.startswith('_') and not o.attr.endswith('__') and not is_own:
-            if not isinstance(o.value, ast.Name) or o.value.id not in own_classes(f): yield f'{ast.unparse(o)}'
-
-def own_classes(f):
-    return {o.name for o in ast.walk(ast.parse(f.read_text(encoding='utf-8'))) if isinstance(o, ast.ClassDef)}
+        if isinstance(o, ast.Attribute) and o.attr.startswith('_') and not o.attr.endswith('__'):
+            if getattr(o.value, 'id', '') not in own: yield ast.unparse(o)
 
 def test_private_names_stand_in_one_module():
     found = {o.stem:list(private_names(o)) for o in modules}

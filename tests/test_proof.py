@@ -4,6 +4,7 @@ A model that looks at the batch is refused, an ordinary one is proved, and nothi
 the models that were silently wrong once."""
 import gc,re,signal,sys,threading,time,warnings,weakref
 from harness import *
+from kinds import Odd
 from fastai_accum.all import *
 from fastai_accum.proof import record as the_record
 from fastai_accum.proof.dry import Dry,planning
@@ -11,9 +12,6 @@ from fastai_accum.slices import Refused
 from torch.utils.checkpoint import checkpoint
 
 images = torch.randn(20,3,16,16, generator=torch.Generator().manual_seed(0))
-
-class Center(nn.Module):
-    def forward(self, x): return x-x.mean(0)
 
 def net(*more):
     torch.manual_seed(2)
@@ -47,48 +45,65 @@ def test_few_samples(k, n):
     m = net()
     learner(m, ways[k](m), n=n, bs=n).fit(1)
 
-class Moves(nn.Module):
-    "Changes its weight in `forward`, so a second run finds another one"
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(()))
-    def forward(self, x):
-        self.w.data += .1
-        return x*self.w.detach().clone()
+def center(m, x): return x-x.mean(0)
+def moves(m, x):
+    "Changes its weight, so a second run finds another one"
+    m.w.data += .1
+    return x*m.w.detach().clone()
+def keeps_size(m, x): m.bs = float(len(x)); return x
+def rare(m, x):
+    "One mask in fifty hides a row: the trial makes that frequent"
+    keep = (torch.rand(len(x), device=x.device)>.02).to(x)
+    return x*keep[:,None,None,None] + (1-keep).sum()
+def groups(split): return net(Odd(lambda m, x: torch.cat(list(map(m.bn, split(x)))), bn=nn.BatchNorm2d(4)))
+def checkpoints_itself(reentrant):
+    "By PyTorch's function, in one of its two variants"
+    def f(m, x):
+        x = checkpoint(m.block, x.requires_grad_() if reentrant else x, use_reentrant=reentrant)
+        return m.lin(x.flatten(1))
+    torch.manual_seed(2)
+    return Odd(f, block=nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.BatchNorm2d(4), nn.ReLU()), lin=nn.Linear(196, 3))
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w): return w.clone()
+    @staticmethod
+    def backward(ctx, g): return g/g.norm()
+class Large(nn.Linear):
+    def forward(self, x): return F.linear(x, Backward.apply(self.weight), self.bias)
 
-@pytest.mark.parametrize('k,odd,where', [('coupled',Center,"the Center '1'"), ('checkpointing',Moves,'')])
-def test_refused_before_anything_moves(k, odd, where):
-    m = net(odd())
-    cb = ways['coupled'](m) if k=='coupled' else GradientCheckpointing([m[1]])
-    learn = learner(m, cb)
-    was = {k:v.clone() for k,v in m.state_dict().items()}
-    with pytest.raises(ValueError, match=f'is not possible.*{where}.*OffloadActivations'): learn.fit(1)
-    assert all(torch.equal(v, was[k]) for k,v in m.state_dict().items())
-    assert all(p.grad is None for p in m.parameters())
+refusals = dict(   # also where slices wait at norms, and the model runs for a plan before
+    center=(lambda: net(Odd(center)), 'exact', "It begins in the Odd '1'"),
+    center_coupled=(lambda: net(Odd(center)), 'coupled', "is not possible.*the Odd '1'.*OffloadActivations"),
+    moves=(lambda: net(Odd(moves, w=nn.Parameter(torch.ones(())))), 'checkpointing',
+           'is not possible.*OffloadActivations'),
+    branches=(lambda: nn.Sequential(Odd(lambda m, x: center(m, x) if x.abs().max()>8 else x), *net()),
+              'exact', "It begins in the Odd '0'"),   # before the norm it takes another way if a value is large
+    size=(lambda: net(Odd(keeps_size)), 'exact', 'model.1.bs .*take a local variable'),
+    recomputes=(lambda: net(Odd(center, gradient_checkpointing=True)), 'exact',   # as the models of transformers say it
+                r'call gradient_checkpointing_disable\(\) first'),
+    rare=(lambda: net(Odd(rare)), 'exact', 'exact=True'),
+    # what a model does with the number of samples that trains, which the trial on a few does not see
+    ghost=(lambda: groups(lambda x: x.split(4)), 'exact', 'exact=True is not possible'),
+    chunks=(lambda: groups(lambda x: x.chunk(4)), 'exact', 'exact=True is not possible'),
+    from_six=(lambda: net(Odd(lambda m, x: center(m, x) if len(x)>=6 else x)), 'exact', 'exact=True is not possible'),
+    late=(lambda: net(Odd(lambda m, x: F.dropout(x, .3) if len(x)>=7 else x)), 'exact', 'exact=True is not possible'),
+    reentrant=(lambda: checkpoints_itself(True), 'exact', 'exact=True is not possible'),
+    not_reentrant=(lambda: checkpoints_itself(False), 'exact', 'exact=True is not possible'),
+    large=(lambda: nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.Flatten(), Large(196, 8), nn.Linear(8, 3)), 'coupled',
+           "the gradient.*It begins in the Large '2'"))
+
+@pytest.mark.parametrize('k', refusals)
+def test_refused_before_anything_moves(k, monkeypatch):
+    "The refusal says where it begins and what to do. Large weights are compared for one batch"
+    make,way,says = refusals[k]
+    if k=='large': monkeypatch.setattr(the_record, '_large', 100)   # all but those of the small layers
+    m = make()
+    cb = GradientCheckpointing([m[1]]) if way=='checkpointing' else ways[way](m)
+    learn,was = learner(m, cb),deepcopy(m.state_dict())
+    with pytest.raises(Refused, match=says): learn.fit(1)
+    assert identical(was, m.state_dict()) and all(p.grad is None for p in m.parameters())
     learn.remove_cb(cb)
     learn.fit(1)
-
-class Branches(nn.Module):
-    "Takes another way if a value is large"
-    def forward(self, x): return x-x.mean(0) if x.abs().max()>8 else x
-
-class KeepsSize(nn.Module):
-    def forward(self, x): self.bs = float(len(x)); return x
-
-def recomputing():
-    "As the models of transformers say it"
-    m = Center()
-    m.gradient_checkpointing = True
-    return m
-
-@pytest.mark.parametrize('odd,says', [
-    (Center, "It begins in the Center '1'"), (Branches, "It begins in the Branches '0'"),
-    (KeepsSize, 'model.1.bs .*take a local variable'),
-    (recomputing, r'call gradient_checkpointing_disable\(\) first')], ids=['center','branch','size','recomputes'])
-def test_a_refusal_says_where_it_begins_and_what_to_do(odd, says):
-    "Also where slices wait at norms, and the model runs for a plan before"
-    m = net(odd()) if odd is not Branches else nn.Sequential(odd(), *net())   # before the norm
-    with pytest.raises(ValueError, match=says): learner(m, MicroBatch(3, exact=True)).fit(1)
 
 def what_is_left(learn):
     ms = list(learn.model.modules())
@@ -116,29 +131,28 @@ def interrupts():
     yield
     signal.signal(signal.SIGINT, was)
 
-class Presses(nn.Module):
+press = SimpleNamespace()   # global, or the proof would put it back
+
+def presses(m, x):
     "Presses Ctrl-C in its first run in a trial, and goes on for half a minute"
-    pressed,ended = False,False
-    def forward(self, x):
-        if threading.current_thread() is not threading.main_thread() and not Presses.pressed:
-            Presses.pressed,end = True,time.time()+30
-            threading.Timer(.05, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
-            while time.time()<end: x = x+0
-            Presses.ended = True
-        return x
+    if threading.current_thread() is not threading.main_thread() and not press.n:
+        press.n,end = 1,time.time()+30
+        threading.Timer(.05, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
+        while time.time()<end: x = x+0
+        press.ended = True
+    return x
 
 @each(k=ways)
 def test_ctrl_c_ends_it_at_once(k, interrupts):
     "Also while a module runs; and nothing has moved"
-    Presses.pressed = Presses.ended = False
-    m = net(Presses())
-    class Before(Callback):
-        order = -1000
-        def before_batch(self): self.was = what_is_left(self.learn)
-    learn = learner(m, ways[k](m) if k!='checkpointing' else GradientCheckpointing([m[1]]), Before())
+    press.n,press.ended,was = 0,False,[]
+    m = net(Odd(presses))
+    before = Callback(before_batch=lambda cb: was.append(what_is_left(cb.learn)))
+    before.order = -1000
+    learn = learner(m, ways[k](m) if k!='checkpointing' else GradientCheckpointing([m[1]]), before)
     with pytest.raises(KeyboardInterrupt): learn.fit(1)
-    assert Presses.pressed and not Presses.ended
-    assert what_is_left(learn)[:-3]==learn.before.was[:-3]   # without what is lent in a batch
+    assert press.n and not press.ended
+    assert what_is_left(learn)[:-3]==was[-1][:-3]   # without what is lent in a batch
     learn.fit(1)
 
 def test_it_is_proved_again_when_something_changes(capsys):
@@ -154,76 +168,50 @@ def test_it_is_proved_again_when_something_changes(capsys):
         made += n_proofs(capsys)
         assert made==n
 
-def test_fine_tune_is_proved_once(capsys):
-    "With all parameters of the optimizer, also those that are frozen at first"
-    learn = learner(net(), MicroBatch(3, exact=True), splitter=lambda m: [params(m[0]), params(m[1:])])
-    learn.fine_tune(1, freeze_epochs=1)
-    learn.freeze()
-    learn.fit(1)
-    assert n_proofs(capsys)==1
-
-class Slow(nn.Module):
-    def forward(self, x): Slow.ran.append(time.time()); time.sleep(.3); return x
+ran = []
+def slow(m, x): ran.append(time.time()); time.sleep(.3); return x
 
 def test_a_line_says_how_far_it_is_and_the_epoch_does_not_count_it(capsys):
-    Slow.ran = []
-    learn = learner(net(Slow()), MicroBatch(4, coupled=True), n=8)
+    ran.clear()
+    learn = learner(net(Odd(slow)), MicroBatch(4, coupled=True), n=8)
     learn.add_cb(ProgressCallback())
     learn.fit(1)
     out = capsys.readouterr().out
     left = list(map(int, re.findall(r'is tried on your model, about (\d+) s more', out)))
     assert len(left)==5, out
-    assert learn.recorder.start_epoch>Slow.ran[0]   # it began before the trial, and the trial's time is not its own
+    assert learn.recorder.start_epoch>ran[0]   # it began before the trial, and the trial's time is not its own
 
-def test_large_weights_are_compared_for_one_batch(monkeypatch):
-    "A gradient that looks at the batch is seen in the first batch"
-    monkeypatch.setattr(the_record, '_large', 100)   # all but those of the small layers
-    class Backward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, w): return w.clone()
-        @staticmethod
-        def backward(ctx, g): return g/g.norm()
-    class Large(nn.Linear):
-        def forward(self, x): return F.linear(x, Backward.apply(self.weight), self.bias)
-    m = nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.Flatten(), Large(196, 8), nn.Linear(8, 3))
-    with pytest.raises(ValueError, match="the gradient.*It begins in the Large '2'"):
-        learner(m, MicroBatch(3, coupled=True)).fit(1)
-
-class Breaks(nn.Module):
+def breaks(m, x):
     "Cannot be tried"
-    def forward(self, x):
-        if planning.get(): raise IndexError('not here')
-        return x
+    if planning.get(): raise IndexError('not here')
+    return x
 
 def test_what_cannot_be_tried_is_said_once():
-    learn = learner(net(Breaks()), MicroBatch(3, coupled=True))
+    learn = learner(net(Odd(breaks)), MicroBatch(3, coupled=True))
     with pytest.warns(UserWarning, match='was not tried on your model.*not here.*not known'): learn.fit(1)
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         learn.fit(1)
-    learn = learner(net(Breaks()), MicroBatch(3, exact=True))   # which is refused, with the line that trains without
+    learn = learner(net(Odd(breaks)), MicroBatch(3, exact=True))   # which is refused, with the line that trains without
     with pytest.raises(ValueError, match=r'not here.*learn.micro_batch\(3, exact=True, prove=False\)'): learn.fit(1)
 
-def test_a_batch_that_is_not_cut_needs_no_proof(capsys):
-    learner(net(), MicroBatch(8, exact=True)).fit(1)
-    assert not n_proofs(capsys)
+def single(m, x):
+    if x.dtype==torch.float64: raise RuntimeError('expected float32')
+    return x
+def fine_tunes(learn):
+    "With all parameters of the optimizer, also those that are frozen at first"
+    learn.fine_tune(1, freeze_epochs=1)
+    learn.freeze()
+    learn.fit(1)
 
-def test_it_is_tried_in_its_own_precision_if_float64_fails(capsys):
-    class Single(nn.Module):
-        def forward(self, x):
-            if x.dtype==torch.float64: raise RuntimeError('expected float32')
-            return x
-    learner(net(Single()), MicroBatch(3, exact=True)).fit(1)
-    assert n_proofs(capsys)==1
-
-def test_dropped_out_samples_do_not_hide_a_mistake():
-    "One mask in fifty hides a row: the trial makes that frequent"
-    class Rare(nn.Module):
-        def forward(self, x):
-            keep = (torch.rand(len(x), device=x.device)>.02).to(x)
-            return x*keep[:,None,None,None] + (1-keep).sum()
-    learn = learner(net(Rare()), MicroBatch(3, exact=True))
-    with pytest.raises(ValueError, match='exact=True'): learn.fit(1)
+@each(case=[(net, 8, Self.fit(1), 0), (net, 3, fine_tunes, 1),   # a batch of 8 is not cut
+            (lambda: net(Odd(single)), 3, Self.fit(1), 1)])   # tried in its own precision if float64 fails
+def test_how_often_it_is_proved(case, monkeypatch, capsys):
+    "Also in Python 3.14, where `copy` has lost a private function"
+    model,bs,fit,n = case
+    monkeypatch.delattr(sys.modules['copy'], '_deepcopy_atomic', raising=False)
+    fit(learner(model(), MicroBatch(bs, exact=True), splitter=lambda m: [params(m[0]), params(m[1:])]))
+    assert n_proofs(capsys)==n
 
 def leads_to(o): return lambda: o
 
@@ -241,60 +229,19 @@ def test_nothing_stays_in_memory(way):
     gc.collect()
     assert not sevens()
 
-# ---- what a model does with the number of samples that trains
-
-class Ghost(nn.BatchNorm2d):
-    "Batch norm over groups of `k` samples"
-    k = 4
-    def forward(self, x): return torch.cat([super(Ghost, self).forward(o) for o in x.split(self.k)])
-class FromFour(nn.Module):
-    "Centres a batch of four samples or more, which the trial on three does not see"
-    def forward(self, x): return x-x.mean(0) if len(x)>=6 else x
-class Chunks(nn.BatchNorm2d):
-    "Batch norm over four parts of the batch, whatever its size"
-    def forward(self, x): return torch.cat([super(Chunks, self).forward(o) for o in x.chunk(4)])
-class LateDropout(nn.Module):
-    def forward(self, x): return F.dropout(x, .3) if len(x)>=7 else x
-
-@each(odd=[lambda: Ghost(4), FromFour, lambda: Chunks(4), LateDropout])
-def test_another_number_of_samples(odd):
-    learn = learner(net(odd()), MicroBatch(4, exact=True))
-    with pytest.raises(ValueError, match='exact=True is not possible'): learn.fit(1)
-
-class Clips(nn.Module):
-    "Wants a multiple of four samples, as a video model of four clips does"
-    def forward(self, x): return x+x.view(-1,4,*x.shape[1:]).flip(1).reshape(x.shape)
+def clips(m, x): return x+x.view(-1,4,*x.shape[1:]).flip(1).reshape(x.shape)
 
 def test_a_multiple_of_four_samples(capsys):
-    "Is tried on as many as a few slices have, and is exact"
+    "As a video model of four clips wants it: it is tried on as many as a few slices have, and is exact"
     def trained(*cbs):
         dls = make_dls(16, 8, x=images[:16].double(), y=classes(16))
-        learn = make_learner(dls, net(Clips()).double(), opt_func=SGD, cbs=cbs, lr=.1, splitter=params)
+        learn = make_learner(dls, net(Odd(clips)).double(), opt_func=SGD, cbs=cbs, lr=.1, splitter=params)
         torch.manual_seed(0)
         learn.fit(1)
         return learn
     # a bias before a batch norm has no gradient but rounding
     assert_same(trained(MicroBatch(4, exact=True)), trained(), but=('step.grads','opt'))
     assert n_proofs(capsys)==1
-
-class Recomputes(nn.Module):
-    "Checkpoints itself by PyTorch's function, in one of its two variants"
-    def __init__(self, reentrant):
-        super().__init__()
-        torch.manual_seed(2)
-        self.conv,self.norm,self.lin = nn.Conv2d(3, 4, 3, 2),nn.BatchNorm2d(4),nn.Linear(196, 3)
-        self.reentrant = reentrant
-    def block(self, x): return self.norm(self.conv(x)).relu()
-    def forward(self, x):
-        x = checkpoint(self.block, x.requires_grad_() if self.reentrant else x, use_reentrant=self.reentrant)
-        return self.lin(x.flatten(1))
-
-@each(reentrant=[True,False])
-def test_a_model_that_checkpoints_itself_is_refused(reentrant):
-    m = Recomputes(reentrant)
-    with pytest.raises(Refused, match='exact=True is not possible'):
-        learner(m, MicroBatch(3, exact=True)).fit(1)
-    learner(m).fit(1)   # it is as it was
 
 def test_coupled_and_exact_together_are_exact():
     def model():
@@ -311,48 +258,13 @@ def test_a_backward_pass_of_a_callback(cb):
     "Beside slices of a model without norms"
     same(cb, bs=12, large=12, n=48, also=OwnBackward)
 
-def test_python_3_14(monkeypatch, capsys):
-    "`copy` has lost a private function there, and the proof does not need it"
-    monkeypatch.delattr(sys.modules['copy'], '_deepcopy_atomic')
-    learner(net(), MicroBatch(3, exact=True)).fit(1)
-    assert n_proofs(capsys)==1
-
-at_16 = dict(number=lambda m,h: h*(2. if len(h)>=16 else 1.),
-             dropout=lambda m,h: F.dropout(h, .5 if len(h)>=16 else .1),
-             weights=lambda m,h: (m.a if len(h)>=16 else m.b)(h), norm=lambda m,h: m.norm(h) if len(h)>=16 else h)
-
-class FromSixteen(nn.Module):
-    "Does something else with 16 samples, with the same operations of PyTorch"
-    def __init__(self, k, dim=0):
-        super().__init__()
-        self.k,self.dim,self.m = k,dim,small_model()
-        self.a,self.b,self.norm = nn.Linear(3,3).double(),nn.Linear(3,3).double(),nn.BatchNorm1d(3).double()
-    def forward(self, x): return at_16[self.k](self, self.m(x.transpose(0, self.dim)))
-
-def refused_at_16(dls, model, cb):
-    learn = make_learner(dls, model, cbs=cb, splitter=trainable_params)
-    with pytest.raises(Refused, match='your batch of 32 samples is fine, but in slices of'): learn.fit(1)
-    assert not learn.spy.steps
-
-@drawn(4, k=at_16, bs=[8,1])
-def test_numbers_and_weights_that_depend_on_the_size(k, bs):
-    "Also where slices have one sample"
-    refused_at_16(make_dls(64, 32), FromSixteen(k), MicroBatch(bs, exact=True))
-
-def test_the_size_of_a_batch_that_is_split_in_another_way():
-    def split(b, bs): return [(b[0][:,i:i+bs],b[1][i:i+bs]) for i in range(0, len(b[1]), bs)]
-    dl = DataLoader([(features(32).T,classes(32))]*2, bs=None)
-    refused_at_16(DataLoaders(dl, dl), FromSixteen('weights', dim=1), MicroBatch(8, exact=True, split=split))
-
 def test_numbers_that_count_samples():
     "Such as a mean that is written by hand"
-    class Means(nn.Module):
-        def __init__(self): super().__init__(); self.m = small_model()
-        def forward(self, x):
-            h = self.m(x)
-            by_hand = h.sum()/len(h) + h.sum()*(1/len(h)) + 0*torch.arange(1, len(h)+1).sum()
-            return h + 0*by_hand.detach()
-    same(lambda: MicroBatch(8, exact=True), bs=32, model=Means, splitter=trainable_params)
+    def means(m, x):
+        h = m.m(x)
+        by_hand = h.sum()/len(h) + h.sum()*(1/len(h)) + 0*torch.arange(1, len(h)+1).sum()
+        return h + 0*by_hand.detach()
+    same(lambda: MicroBatch(8, exact=True), bs=32, model=lambda: Odd(means, m=small_model()), splitter=trainable_params)
 
 @each(value=[0.,1.])
 def test_constant_images(value):

@@ -23,12 +23,10 @@ FEW = 'index core questions works_with tutorials/images know/what_fits know/benc
 drawn_pages = [p for p in pages if SWEEP or p.removesuffix('.html') in FEW]
 on_each_page = lambda f: on_site(pytest.mark.parametrize('path', drawn_pages)(f))
 
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *args): pass
-
 @pytest.fixture(scope='module')
 def root():
-    server = ThreadingHTTPServer(('127.0.0.1', 0), partial(Quiet, directory=SITE))
+    quiet = type('Quiet', (SimpleHTTPRequestHandler,), dict(log_message=lambda *args: None))
+    server = ThreadingHTTPServer(('127.0.0.1', 0), partial(quiet, directory=SITE))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f'http://127.0.0.1:{server.server_port}/'
     server.shutdown()
@@ -49,6 +47,12 @@ def page(browser, root):
     res.on('request', lambda r: None if local(r.url, root) else res.asked.append((r.resource_type, r.url)))
     res.on('console', lambda m: res.errors.append(m.text) if m.type=='error' else None)
     res.on('pageerror', lambda e: res.errors.append(str(e)))
+    def show(path, height=None, scheme=None):
+        "Go to `path`; with a `height`, on a phone"
+        if height: res.set_viewport_size(dict(width=390, height=height))
+        if scheme: res.emulate_media(color_scheme=scheme, reduced_motion='reduce')
+        res.goto(root+path, wait_until='load')
+    res.show = show
     yield res
     res.close()
 
@@ -116,22 +120,18 @@ def white_boxes(page):
             res.append(o.evaluate('o => o.alt || o.outerHTML.slice(0, 80)'))
     return res
 
-def light(im):
-    "The share of a picture that is nearly white"
-    return sum(im.histogram()[200:])/(im.width*im.height)
+def light(im): return sum(im.histogram()[200:])/(im.width*im.height)   # the share that is nearly white
 
-def svg(colour, shape='M0 0h200v90H0z'):
-    "A picture of one shape, which fills it by default"
+def svg(colour):
     size = 'xmlns="http://www.w3.org/2000/svg" width="200" height="90"'
-    return f'<svg {size}><path d="{shape}" fill="{colour}"/></svg>'
+    return f'<svg {size}><path d="M0 0h200v90H0z" fill="{colour}"/></svg>'
 
 def picture(colour, style=''):
     return f'<img alt="A plot" style="{style}" src="data:image/svg+xml,{quote(svg(colour))}">'
 
 def plot(width, drawn):
-    data = BytesIO()
-    Image.new('L', (8, 8)).save(data, 'png')
-    return f'<img style="width:{width}px; {drawn}" src="data:image/png;base64,{b64encode(data.getvalue()).decode()}">'
+    Image.new('L', (8, 8)).save(png := BytesIO(), 'png')
+    return f'<img style="width:{width}px; {drawn}" src="data:image/png;base64,{b64encode(png.getvalue()).decode()}">'
 
 scrolls,wraps = 'display:block; overflow:auto','white-space:pre-wrap; overflow-wrap:anywhere'
 sentence = 'Some words in a row. '*3
@@ -170,7 +170,7 @@ def test_page(path, page, root):
     failed = []
     page.on('requestfailed', lambda r: failed.append(r.url) if local(r.url, root) else None)
     page.on('response', lambda r: failed.append(r.url) if r.status>=400 and local(r.url, root) else None)
-    page.goto(root+path, wait_until='load')
+    page.show(path)
     assert not failed and not page.errors
     assert not [o for o in page.asked if o[0]!='image'], 'fonts, styles and scripts are ours'
     images = page.evaluate("[...document.images].map(o => [o.src, o.alt.trim(), o.naturalWidth])")
@@ -184,8 +184,7 @@ def test_page(path, page, root):
 @on_each_page
 def test_on_a_phone(path, page, root):
     "On a screen of 390 pixels nothing is wider than the screen, code and tables included"
-    page.set_viewport_size(dict(width=390, height=844))
-    page.goto(root+path, wait_until='load')
+    page.show(path, 844)
     page.evaluate(UNFOLD)
     assert page.evaluate("document.documentElement.scrollWidth")<=390
     wide = page.evaluate("""(() => {
@@ -195,9 +194,7 @@ def test_on_a_phone(path, page, root):
         const all = [...document.querySelectorAll('main pre, main img')]
         return all.filter(o => !inside(o) && !scrolls(o)).map(o => o.outerHTML.slice(0, 80))
     })()""")
-    assert not wide
-    assert not wide_tables(page)
-    assert not small_plots(page)
+    assert not wide and not wide_tables(page) and not small_plots(page)
     assert not page.evaluate("""[...document.querySelectorAll('.cell-output pre:not(.sourceCode)')]
         .filter(o => o.scrollWidth > o.clientWidth+1).map(o => o.innerText)"""), 'what is printed does not wrap'
 
@@ -222,19 +219,19 @@ CONTRAST = """all => {
         return [(Math.max(a,b)+.05)/(Math.min(a,b)+.05), o.innerText.slice(0,40)] })
 }"""
 
-BACKGROUND = "getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).slice(0,3).map(Number)"
+def is_dark(page, selector):
+    return sum(page.evaluate(f"""getComputedStyle(document.querySelector("{selector}")).backgroundColor
+        .match(/[0-9.]+/g).slice(0,3).map(Number)"""))<300
 
 @pytest.mark.parametrize('scheme', ['light','dark'])
 @on_each_page
 def test_readable(path, scheme, page, root):
     "Text stands out by 3:1 at least (WCAG 2.1 asks that of large text), most of it by 4.5:1; no white box in the dark"
-    page.emulate_media(color_scheme=scheme, reduced_motion='reduce')
-    page.goto(root+path, wait_until='load')
+    page.show(path, scheme=scheme)
     page.wait_for_selector(f'.navbar[data-bs-theme={scheme}]')
-    assert (sum(page.evaluate(BACKGROUND))<300)==(scheme=='dark'), 'the page does not follow the scheme of the system'
+    assert is_dark(page, 'body')==(scheme=='dark'), 'the page does not follow the scheme of the system'
     ratios = page.evaluate(CONTRAST, TEXTS)
-    assert ratios
-    assert not [o for o in ratios if o[0]<3], 'hardly to be read'
+    assert ratios and not [o for o in ratios if o[0]<3], 'hardly to be read'
     assert sum(r>=4.5 for r,_ in ratios)>=.95*len(ratios)
     assert scheme=='light' or not white_boxes(page)
 
@@ -255,11 +252,11 @@ SEARCHES = [
 @on_site
 def test_search(page, root):
     "The first thing found is what a reader wants first"
-    page.goto(root+'index.html', wait_until='load')
+    page.show('index.html')
     for words,wanted in SEARCHES:
         found = search(page, words)
         assert found and wanted in found[0], (words, found[:5])
-    page.goto(root+'tutorials/images.html', wait_until='load')   # a page in a folder
+    page.show('tutorials/images.html')   # a page in a folder
     search(page, 'out of memory')
     page.press('input[type=search]', 'Enter')
     page.wait_for_url('**/know/what_fits.html')
@@ -268,14 +265,11 @@ def test_search(page, root):
 @pytest.mark.parametrize('scheme', ['light','dark'])
 def test_search_is_readable(scheme, page, root):
     "What a search finds, and the words that are marked in it, stand out by 4.5:1"
-    page.emulate_media(color_scheme=scheme)
-    page.goto(root+'index.html', wait_until='load')
+    page.show('index.html', scheme=scheme)
     search(page, 'out of memory')
     ratios = page.evaluate(CONTRAST, '.smalldocs-search-results div, .smalldocs-search-results mark')
     assert len(ratios)>10 and not [o for o in ratios if o[0]<4.5]
-    box = page.evaluate("""getComputedStyle(document.querySelector("input[type=search]"))
-        .backgroundColor.match(/[0-9.]+/g).map(Number)""")
-    assert (sum(box[:3])<300)==(scheme=='dark'), 'the search box is as dark as the page'
+    assert is_dark(page, 'input[type=search]')==(scheme=='dark'), 'the search box is as dark as the page'
 
 DOCS,DEVELOPERS = SITE.parent/'.ci'/'docs.py',['windows.html','exact/lockstep.html','know/bench.html']
 
@@ -283,7 +277,7 @@ DOCS,DEVELOPERS = SITE.parent/'.ci'/'docs.py',['windows.html','exact/lockstep.ht
 def test_for_developers(page, root):
     "Their pages have a menu of their own, which the bar leads to; readers do not find them in theirs, or in a search"
     menu = lambda: page.evaluate("[...document.querySelectorAll('#quarto-sidebar a[href]')].map(o => o.href)")
-    page.goto(root+'index.html', wait_until='load')
+    page.show('index.html')
     readers = menu()
     found = json.loads((SITE/'search.json').read_text(encoding='utf-8'))
     page.click('.navbar >> text=For developers')
@@ -295,14 +289,14 @@ def test_for_developers(page, root):
     assert not {*yaml.safe_load((DOCS.parent/'search.yml').read_text(encoding='utf-8'))}-{e['href'] for e in found}
     assert not [e for e in found if e['section']=='How it works']
 
+def menus():
+    "The notebooks of the menu for readers, and of that for developers"
+    return runpy.run_path(str(DOCS), run_name='docs')['menus']()
+
 def test_menus():
     "Each notebook stands in one menu, once, and each entry of a menu is a notebook"
-    nbs,menus = SITE.parent/'nbs',runpy.run_path(str(DOCS), run_name='docs')['menus']()
-    assert sorted(sum(menus, []))==sorted(p.relative_to(nbs).as_posix() for p in nbs.rglob('*.ipynb'))
-
-def hidden():
-    "The pages of the menu for developers"
-    return [Path(o).with_suffix('.html').as_posix() for o in runpy.run_path(str(DOCS), run_name='docs')['menus']()[1]]
+    nbs = SITE.parent/'nbs'
+    assert sorted(sum(menus(), []))==sorted(p.relative_to(nbs).as_posix() for p in nbs.rglob('*.ipynb'))
 
 HERE = """[...document.querySelectorAll('#quarto-sidebar .sidebar-link.active')].map(o => {
     const r = o.getBoundingClientRect(), s = getComputedStyle(o)
@@ -312,7 +306,7 @@ HERE = """[...document.querySelectorAll('#quarto-sidebar .sidebar-link.active')]
 @on_each_page
 def test_around_the_page(path, page, root):
     "The menu marks and shows the page's entry, the bar leads to the repository, and the page offers its notebook"
-    page.goto(root+path, wait_until='load')
+    page.show(path)
     assert page.evaluate(HERE)==[[root+path, True, True]]
     assert page.query_selector('.navbar a[href="https://github.com/fastai-accum/fastai_accum"] >> visible=true')
     nb = Path(path).with_suffix('.ipynb')
@@ -321,15 +315,14 @@ def test_around_the_page(path, page, root):
     text = (SITE/nb).read_text(encoding='utf-8')
     installs = 'pip install -Uqq git+https' in text
     assert links==[colab]*installs+[root+nb.as_posix()], 'Colab needs the line that installs'
-    assert links[:-1] or path in hidden(), 'a page for readers opens in Colab'
+    assert links[:-1] or nb.as_posix() in menus()[1], 'a page for readers opens in Colab'
     assert text==(SITE.parent/'nbs'/nb).read_text(encoding='utf-8')
 
 @on_site
 @pytest.mark.parametrize('path,height', [('index.html',844), ('know/bench.html',400)])
 def test_menu_on_a_phone(path, height, page, root):
     "It begins with its first entry, below the bar, and scrolls to its last"
-    page.set_viewport_size(dict(width=390, height=height))
-    page.goto(root+path, wait_until='load')
+    page.show(path, height)
     page.click('.quarto-btn-toggle')
     page.wait_for_timeout(500)   # it slides in
     links = page.query_selector_all('#quarto-sidebar .sidebar-link')

@@ -2,12 +2,12 @@
 bit for bit, however the trial has ended, and nothing logs, tracks, saves or draws the trial itself"""
 import queue,threading,tracemalloc
 import matplotlib,pytest
-from collections import deque
-from contextlib import suppress
-from typing import NamedTuple
-from fastai.vision.gan import GANLearner,basic_critic,basic_generator
+from collections import deque,namedtuple
+from contextlib import nullcontext,suppress
+from operator import setitem
 from torchvision.ops import stochastic_depth
 from harness import *
+from kinds import Odd
 from fastai_accum.all import *
 from fastai_accum.know.bench import learner_state,unchanged
 from fastai_accum.state import State,arrays,held,with_memory
@@ -18,56 +18,53 @@ trials = dict(check=lambda l: l.check_accumulation(), what_fits=lambda l: l.what
 
 # ---- tensors with a graph, hooks and iterators
 
+moves = dict(lerp_=lambda m,x: m.lerp_(x, .3), mul_add_=lambda m,x: m.mul_(.7).add_(x, alpha=.3),
+             copy_=lambda m,x: m.copy_(.7*m.clone()+.3*x), index=lambda m,x: setitem(m, ..., .7*m.clone()+.3*x))
+places = dict(attribute=(noop,noop), tuple=(lambda m: (m,1),itemgetter(0)), dict=(lambda m: dict(m=m),itemgetter('m')),
+              closure=(lambda m: lambda: m,lambda f: f()))
+
 class Moves(nn.Module):
     "Moves a tensor that it holds in place, with a gradient, and detaches it at the next batch"
     def __init__(self, how):
         super().__init__()
-        self.how = how
+        self.move,(hold,self.find) = moves.get(how, moves['lerp_']),places.get(how, (None,noop))
         m = torch.zeros(5, dtype=torch.float64, device=here.device)
-        if how=='tuple': self.kept = (m,1)
-        elif how=='dict': self.kept = dict(m=m)
-        elif how=='closure': self.kept = lambda: m
-        elif how=='attribute': self.kept = m
+        if hold: self.kept = hold(m)
         else: self.register_buffer('kept', m)
-    def held(self):
-        if self.how=='tuple': return self.kept[0]
-        if self.how=='dict': return self.kept['m']
-        return self.kept() if self.how=='closure' else self.kept
+    def held(self): return self.find(self.kept)
     def forward(self, x):
         m = self.held()
-        if self.training:
-            m.detach_()
-            if self.how=='mul_add_': m.mul_(.7).add_(x.mean(0), alpha=.3)
-            elif self.how=='copy_': m.copy_(.7*m.clone()+.3*x.mean(0))
-            elif self.how=='index': m[:] = .7*m.clone()+.3*x.mean(0)
-            else: m.lerp_(x.mean(0), .3)
+        if self.training: self.move(m.detach_(), x.mean(0))
         return x-m
 
-hows = 'lerp_','mul_add_','copy_','index','attribute','tuple','dict','closure'
+hows = *moves,*places
 
 def net(how): return nn.Sequential(nn.Linear(6,5), Moves(how), nn.Tanh(), nn.Linear(5,3)).double()
-def make(how='lerp_', *cbs, bs=8, **kwargs):
+def fit(learn): learn.fit(1); return learn
+def make(how='lerp_', *cbs):
     torch.manual_seed(0)
-    learn = make_learner(make_dls(64, bs), net(how), cbs=list(cbs), loss_func=nn.CrossEntropyLoss(), **kwargs)
-    return learn.remove_cb(ProgressCallback)
-
-def fitted(*args, cbs=(), **kwargs):
-    learn = make(*args, *cbs, **kwargs)
-    with learn.no_logging(): learn.fit(1)
-    return learn
-
-@drawn(8, how=hows, name=trials)
-def test_a_tensor_with_a_graph(how, name, capsys):
-    "It is untouched, with its graph, and the next fit is that without a trial"
-    learn,plain = (fitted(how, cbs=[AccumulateStep(2)]) for _ in range(2))
-    assert learn.model[1].held().grad_fn is not None
+    return make_learner(make_dls(64, 8), net(how), cbs=list(cbs))
+def untouched(name, learn):
     was = left(learn)
     trials[name](learn)
     assert_left(was, learn)
+def weights(learn): return [*learn.model.state_dict().values(), learn.model[1].held()]
+
+def is_as_without(name, how, cb=noop):
+    "A tensor with a graph is untouched, with its graph, and the next fit is that without a trial"
+    learn,plain = (fit(make(how, *L(cb()))) for _ in range(2))
+    assert learn.model[1].held().grad_fn is not None
+    untouched(name, learn)
     for o in learn,plain:
         torch.manual_seed(3)
-        with o.no_logging(): o.fit(1)
-    assert identical(*([*o.model.state_dict().values(), o.model[1].held()] for o in (learn,plain)))
+        fit(o)
+    assert identical(weights(learn), weights(plain))
+
+@drawn(8, how=hows, name=trials)
+def test_a_tensor_with_a_graph(how, name, capsys): is_as_without(name, how, lambda: AccumulateStep(2))
+
+@pytest.mark.parametrize('name', ['check','noise'])
+def test_on_a_device(device, name, capsys): is_as_without(name, 'lerp_')
 
 @drawn(8, how=hows, cb=[GradientCheckpointing,OffloadActivations])
 def test_the_proof_of_a_tensor_with_a_graph(how, cb, capsys):
@@ -78,13 +75,11 @@ def test_the_proof_of_a_tensor_with_a_graph(how, cb, capsys):
         torch.manual_seed(0)
         model = nn.Sequential(block(6), Moves(how), block(5), nn.Linear(5,3)).double()
         learn = make_learner(make_dls(64, 8), model, cbs=cbs)
-        try:
-            for _ in range(2):
-                with learn.no_logging(): learn.fit(1)
+        try: fit(fit(learn))
         except ValueError as e:   # what is no buffer may be refused
             assert f'{cb.__name__} is not possible' in str(e) and cbs and not [*learn.model.buffers()]
             return
-        res.append([*learn.model.state_dict().values(), learn.model[1].held()])
+        res.append(weights(learn))
     assert identical(*res)
 
 def twice(p): p.grad *= 2
@@ -116,11 +111,6 @@ def test_hooks(kind, own, name, capsys):
     learn.model(x).sum().backward()
     assert torch.equal(p.grad, once)
 
-class Turns(nn.Module):
-    "Takes its factors from an iterator"
-    def __init__(self, it): super().__init__(); self.it,self.lin = it,nn.Linear(6,3)
-    def forward(self, x): return self.lin(x)*(next(self.it) if self.training else 1)
-
 class Own:
     "An iterator of Python, which has attributes"
     def __init__(self): self.i = 0
@@ -132,7 +122,8 @@ iterators = dict(cycle=lambda: itertools.cycle([1.,2.,3.]), list=lambda: iter([1
 
 @drawn(4, kind=iterators, name=trials)
 def test_iterators(kind, name, capsys):
-    learn = make_learner(make_dls(64, 8), Turns(iterators[kind]()).double(), splitter=trainable_params)
+    model = Odd(lambda m, x: m.lin(x)*(next(m.it) if m.training else 1), it=iterators[kind](), lin=nn.Linear(6,3))
+    learn = make_learner(make_dls(64, 8), model.double(), splitter=trainable_params)
     it,rest = learn.model.it,iterators[kind]()
     next(it); next(rest)
     trials[name](learn)
@@ -147,7 +138,7 @@ errors = dict(ctrl_c=KeyboardInterrupt, memory=RuntimeError('CUDA out of memory.
 @drawn(9, name=trials, at=[1,4,6], error=errors)
 def test_a_trial_that_stops(name, at, error, capsys):
     "In the forward pass, when a trial has changed something already"
-    learn = fitted('lerp_')
+    learn = fit(make())
     count.clear()
     for p in learn.model.parameters(): p.grad = torch.ones_like(p)
     def stop(*_):
@@ -162,9 +153,9 @@ def test_a_trial_that_stops(name, at, error, capsys):
 @drawn(3, name=trials, at=['put_back','hold','rewind'])
 def test_ctrl_c_twice(name, at, monkeypatch, capsys):
     "Once in a step, and once more while all is put back"
-    learn,n,plain = fitted('lerp_'),0,getattr(State, at)
+    learn,n,plain = fit(make()),0,getattr(State, at)
     def stop(*_): raise KeyboardInterrupt
-    handle = learn.model[2].register_forward_hook(stop)
+    learn.model[2].register_forward_hook(stop)
     was = left(learn)
     def again(self):
         nonlocal n
@@ -176,19 +167,6 @@ def test_ctrl_c_twice(name, at, monkeypatch, capsys):
     monkeypatch.setattr(State, at, plain)
     assert n>1
     assert_left(was, learn)
-    handle.remove()
-
-@pytest.mark.parametrize('name', ['check','noise'])
-def test_on_a_device(device, name, capsys):
-    "Buffers with a graph, weights and gradients, where the learner trains"
-    learn,plain = (fitted('lerp_') for _ in range(2))
-    was = left(learn)
-    trials[name](learn)
-    assert_left(was, learn)
-    for o in learn,plain:
-        torch.manual_seed(3)
-        with o.no_logging(): o.fit(1)
-    assert identical(*([*o.model.state_dict().values()] for o in (learn,plain)))
 
 # ---- a learner with all that can be odd
 
@@ -202,29 +180,20 @@ def test_modes_and_frozen_layers(cbs, fitted):
     learn = make_learner(make_dls(64, 8, x=features(64).float()), model, CrossEntropyLossFlat(), cbs=settings[cbs]())
     learn.recorder.smooth_loss = AvgSmoothLoss()
     if fitted:
-        with learn.no_logging(): learn.fit(1)
-        for p in learn.model[:2].parameters(): p.grad = torch.ones_like(p)
+        for p in fit(learn).model[:2].parameters(): p.grad = torch.ones_like(p)
     learn.model[0].requires_grad_(False)
     learn.model[2].eval()
-    was = left(learn)
-    learn.check_accumulation()
-    assert_left(was, learn)
+    untouched('check', learn)
 
 # ---- the block itself
 
 def test_what_is_shared_stays_shared():
     "Two names of one tensor with a graph have one stand-in, and a tensor in a named tuple has one"
-    class Pair(NamedTuple):
-        a:Tensor
-        b:int
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(2))
-            self.a = self.b = self.w*2
-            self.pair = Pair(self.a, 1)
-    model = Model()
-    was = model.a,model.pair
+    Pair,model = namedtuple('Pair', 'a b'),nn.Module()
+    model.w = nn.Parameter(torch.ones(2))
+    model.a = model.b = model.w*2
+    was = model.a,Pair(model.a, 1)
+    model.pair = was[1]
     with State(held(model), with_memory(arrays(held(model)))).untouched():
         assert model.a is model.b is model.pair.a and model.a is not was[0] and model.a.is_leaf
         assert isinstance(model.pair, Pair)
@@ -234,9 +203,8 @@ def test_what_is_shared_stays_shared():
 
 def test_memory_and_gradients():
     "In the block a tensor may have other values; afterwards it has its own memory, gradient and flag"
-    p = nn.Parameter(torch.ones(3))
-    p.grad = torch.ones(3)
-    at,grad = p.data_ptr(),p.grad
+    p,grad = nn.Parameter(torch.ones(3)),torch.ones(3)
+    p.grad,at = grad,p.data_ptr()
     with State(tensors=[p]).untouched(torch.Tensor.double):
         assert p.dtype==torch.float64 and p.grad is None
         p.data += 1; p.requires_grad_(False)
@@ -309,15 +277,12 @@ def test_the_next_fit_is_the_same(act, stop, opt):
     a,b = (make_learner(make_dls(96, 8), Net(), cbs=[AccumulateStep(3), Stop()], splitter=trainable_params,
                         opt_func=opt, metrics=accuracy) for _ in range(2))
     for o in (a,b): random.seed(0); torch.manual_seed(1); o.fit(1)
-    was = random.getstate(),torch.get_rng_state()
-    before = [p.data_ptr() for p in a.model.parameters()]
+    was = random.getstate(),torch.get_rng_state(),[p.data_ptr() for p in a.model.parameters()]
     a.stop.armed = stop
-    if stop:
-        with pytest.raises(stop): acts[act](a)
-    else: acts[act](a)
+    with pytest.raises(stop) if stop else nullcontext(): acts[act](a)
     a.stop.armed = None
-    assert [p.data_ptr() for p in a.model.parameters()]==before and not a.model.b.ne(b.model.b).any()
-    assert random.getstate()==was[0] and torch.equal(torch.get_rng_state(), was[1])
+    now = random.getstate(),torch.get_rng_state(),[p.data_ptr() for p in a.model.parameters()]
+    assert identical(now, was) and torch.equal(a.model.b, b.model.b)
     for o in (a,b): random.setstate(was[0]); torch.set_rng_state(was[1]); o.fit(1)
     assert_same(a, b, 0)
     assert a.stop.held.t==b.stop.held.t
@@ -388,16 +353,14 @@ def test_what_lives_is_left_alone():
 
 class Logs(Callback):
     "As the loggers of fastai: keeps off in `lr_find` and while predictions are gathered"
-    order = 70
+    order,gathers = 70,False
     def __init__(self): self.n = 0
-    def before_fit(self): self.run = not hasattr(self.learn, 'lr_finder') and not hasattr(self.learn, 'gather_preds')
-    def after_batch(self): self.n += 1
-
-class Projects(Callback):
-    "As fastai's `TensorBoardProjectorCallback`, which works only while predictions are gathered"
-    def __init__(self): self.n = 0
-    def before_fit(self): self.run = not hasattr(self.learn, 'lr_finder') and hasattr(self.learn, 'gather_preds')
+    def before_fit(self):
+        self.run = not hasattr(self.learn, 'lr_finder') and hasattr(self.learn, 'gather_preds')==self.gathers
     def after_pred(self): self.n += 1
+class Projects(Logs):
+    "As fastai's `TensorBoardProjectorCallback`, which works only while predictions are gathered"
+    gathers = True
 
 @pytest.mark.parametrize('k', trials)
 def test_keeps_off(k, tmp_path, monkeypatch, capsys):
@@ -418,27 +381,17 @@ def test_keeps_off(k, tmp_path, monkeypatch, capsys):
     assert len(list(tmp_path.rglob('*.pth')))==1
     assert len((tmp_path/'history.csv').read_text(encoding='utf-8').splitlines())==2
 
-def test_a_gan_is_told_that_the_check_is_not_for_it():
-    x = torch.randn(8, 3, 16, 16)
-    dls = DataLoaders(*(DataLoader(list(zip(torch.randn(8, 4, 1, 1), x)), bs=4) for _ in range(2)))
-    learn = GANLearner.wgan(dls, basic_generator(16, 3, 4), basic_critic(16, 3))
-    with pytest.raises(ValueError, match='GANLearner trains two models in turn.*a Learner of its own'):
-        learn.check_accumulation()
-
-class Depth(nn.Module):
-    "Leaves out samples, or the whole batch, at random: of two views of it or of one"
-    def __init__(self, mode, p, n_views): super().__init__(); store_attr(); self.a = nn.Linear(8,8).double()
-    def forward(self, h):
-        h = torch.cat([h,h.flip(1)][:self.n_views])
-        return sum((h+stochastic_depth(self.a(h), self.p, self.mode, self.training)).chunk(self.n_views))
-
 @pytest.mark.parametrize('mode,p,n_views,is_exact',
                          [('row',.05,2,False), ('row',.02,2,False), ('batch',.1,2,True), ('row',.1,1,True)])
 def test_the_check_names_only_what_the_fit_accepts(mode, p, n_views, is_exact):
+    "Samples, or the whole batch, are left out at random: of two views of it or of one"
+    def depth(m, h):
+        h = torch.cat([h,h.flip(1)][:n_views])
+        return sum((h+stochastic_depth(m.a(h), p, mode, m.training)).chunk(n_views))
     def learner(bs, cb):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6,8), Depth(mode, p, n_views), nn.Linear(8,3)).double()
-        return make_learner(make_dls(64, bs), model, nn.CrossEntropyLoss(), cbs=cb, splitter=params)
+        model = nn.Sequential(nn.Linear(6,8), Odd(depth, a=nn.Linear(8,8)), nn.Linear(8,3)).double()
+        return make_learner(make_dls(64, bs), model, cbs=cb, splitter=params)
     assert ('(bs=8, exact=True)' in str(learner(8, AccumulateStep(4)).check_accumulation()))==is_exact
     exact = learner(32, MicroBatch(8, exact=True))
     if is_exact: return exact.fit(1)

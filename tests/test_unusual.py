@@ -13,27 +13,23 @@ def alike(cbs=lambda: AccumulateStep(4), **kwargs):
     "Train in windows of four micro-batches, and with the large batch"
     return same(cbs, **{**one_group, **kwargs})
 
-def batches(make, n, bs): return [make(list(range(i, min(i+bs, n)))) for i in range(0, n, bs)]
 def prebatched(make, n, bs, n_inp=1):
-    dls = DataLoaders(DataLoader(batches(make, n, bs), bs=None), DataLoader(batches(make, 16, 16), bs=None))
+    batches = lambda n, bs: DataLoader([make(list(range(i, min(i+bs, n)))) for i in range(0, n, bs)], bs=None)
+    dls = DataLoaders(batches(n, bs), batches(16, 16))
     dls.n_inp = n_inp
     return dls
 
 # Targets that have no row for each sample
 
-def n_boxes(i): return (i*7+3)%4   # none for some
-def boxes(i): return dict(boxes=features(n_boxes(i), 4, seed=i), label=tensor(i%3))
-class Target:
-    def __init__(self, idxs): self.y = classes(96)[idxs]
-
-def of_dicts(idxs): return features(96)[idxs],[boxes(i) for i in idxs]
-def of_ids(idxs): return features(96)[idxs],[f'{i%3}' for i in idxs]
-def of_object(idxs): return features(96)[idxs],Target(idxs)
+def boxes(i): return dict(boxes=features((i*7+3)%4, 4, seed=i), label=tensor(i%3))   # none for some
 def detection_loss(pred, ys):
     return torch.stack([F.cross_entropy(p[None], y['label'][None])*(1+len(y['boxes'])) for p,y in zip(pred, ys)]).mean()
 def ids_loss(pred, ys): return F.cross_entropy(pred, tensor([int(o) for o in ys]))
 def object_loss(pred, y): return F.cross_entropy(pred, y.y)
-kinds = dict(dicts=(of_dicts,detection_loss), ids=(of_ids,ids_loss), object=(of_object,object_loss))
+def batch(target): return lambda idxs: (features(96)[idxs],target(idxs))
+kinds = dict(dicts  = (batch(lambda idxs: list(map(boxes, idxs))), detection_loss),
+             ids    = (batch(lambda idxs: [f'{i%3}' for i in idxs]), ids_loss),
+             object = (batch(lambda idxs: SimpleNamespace(y=classes(96)[idxs])), object_loss))
 
 @each(4, n=[96,76], how=[dict(n_step=4),dict(n_samples=32)], kind=kinds)
 def test_targets_without_rows(kind, how, n):
@@ -46,32 +42,31 @@ def test_targets_without_rows(kind, how, n):
 def test_split_targets_without_rows(coupled):
     "A right `split=` is not refused"
     def split(b, bs): return [(b[0][i:i+bs],b[1][i:i+bs]) for i in range(0, len(b[0]), bs)]
-    alike(lambda: MicroBatch(5, coupled=coupled, split=split), bs=32, dls=partial(prebatched, of_dicts, 76),
-          loss_func=detection_loss)
+    make,loss = kinds['dicts']
+    alike(lambda: MicroBatch(5, coupled=coupled, split=split), bs=32, dls=partial(prebatched, make, 76), loss_func=loss)
 
 def test_count_samples():
     x,b5 = torch.ones(5,3,8,8),[dict(boxes=torch.ones(2,4))]*5
-    assert count_samples((b5,), (x,))==5 and count_samples((b5,), ([torch.ones(3,4,4)]*5,))==5
-    assert count_samples(((torch.ones(5),torch.ones(5,2)),), (x,))==5
-    assert count_samples((dict(a=torch.ones(5)),), (x,))==5
-    assert count_samples((), (x,))==5 and count_samples((tensor(1.),), (x,))==5
+    for yb in (b5,), ((torch.ones(5),torch.ones(5,2)),), (dict(a=torch.ones(5)),), (), (tensor(1.),):
+        assert count_samples(yb, (x,))==5
+    assert count_samples((b5,), ([torch.ones(3,4,4)]*5,))==5
     assert count_samples((torch.ones(7),), (torch.ones(3,7),))==7   # samples in the second dimension of the inputs
     with pytest.raises(ValueError, match='cannot count the samples.*make one of them a tensor'):
         count_samples((object(),), (object(),))
 
+idxs = [*range(0, 76, 2),1,3]
 sampled = dict(
     sampler = lambda ds, bs: TorchLoader(ds, bs, sampler=WeightedRandomSampler(torch.ones(76), 40,
                                          generator=torch.Generator().manual_seed(0))),
-    batches = lambda ds, bs: TorchLoader(ds, batch_sampler=BatchSampler(list(range(0, 76, 2))+[1,3], bs, False)),
-    listed  = lambda ds, bs: TorchLoader(ds, batch_sampler=list(BatchSampler(list(range(0, 76, 2))+[1,3], bs, False))))
+    batches = lambda ds, bs: TorchLoader(ds, batch_sampler=BatchSampler(idxs, bs, False)),
+    listed  = lambda ds, bs: TorchLoader(ds, batch_sampler=list(BatchSampler(idxs, bs, False))))
 
 @each(name=sampled)
 def test_samplers_of_another_size(name):
     "Samplers of PyTorch that draw 40 of 76 samples"
-    def dls(bs):
-        ds = TensorDataset(features(76), classes(76))
-        return DataLoaders(sampled[name](ds, bs), TorchLoader(ds, 16))
-    a,b = alike(lambda: AccumulateStep(n_samples=32), dls=dls, fit=lambda l: l.fit(2), but=('hps','step.pct_train'))
+    ds = TensorDataset(features(76), classes(76))
+    a,b = alike(lambda: AccumulateStep(n_samples=32), fit=lambda l: l.fit(2), but=('hps','step.pct_train'),
+                dls=lambda bs: DataLoaders(sampled[name](ds, bs), TorchLoader(ds, 16)))
     assert len(b.spy.steps)==4 and a.accumulate_step.counts.n_thrown==0
 
 @each(m=[40,200])
@@ -86,99 +81,49 @@ def test_get_idxs_of_another_size(m):
 
 # Micro-batches without targets
 
-W0 = tensor([0.,1.,3.]).double()
-def without_targets():
-    y = classes(64).clamp(min=1); y[8:16] = 0; y[40:48] = 0
-    return y
-
-class LearnedLoss(nn.Module):
-    "A loss with a parameter, and a mask"
-    def __init__(self): super().__init__(); self.t = nn.Parameter(torch.ones(3).double())
-    def forward(self, pred, y): return F.cross_entropy(pred*self.t, y, weight=W0)
+def keeps(out=noop):
+    "Keeps activations on the model, where the loss finds them, and may return an object"
+    def f(m, x):
+        m.h = m.m[1](m.m[0](x))
+        return out(m.m[2](m.h))
+    return Made(f, m=small_model(), h=None)
 @dataclass
 class Pred: out:Tensor
-class PredOfObject(nn.Module):
-    def __init__(self): super().__init__(); self.m = small_model()
-    def forward(self, x): return Pred(self.m(x))
-class Keeps(nn.Module):
-    "Keeps activations on the model, where the loss finds them"
-    def __init__(self): super().__init__(); self.m,self.h = small_model(),None
-    def forward(self, x): self.h = self.m[1](self.m[0](x)); return self.m[2](self.h)
 
 @each(name=['parameters','object','activations','plain'])
 def test_micro_batch_without_targets(name):
     "A micro-batch of weight 0 has no backward pass, so its NaN cannot reach a gradient"
-    def train(bs, n_step):
-        model = dict(object=PredOfObject, activations=Keeps).get(name, small_model)()
-        loss = dict(parameters=LearnedLoss(), object=lambda p, y: F.cross_entropy(p.out, y, weight=W0),
-                    activations=lambda p,
-                    y: F.cross_entropy(p, y, weight=W0)+(model.h.pow(2).mean(1)*W0[y]).sum()/W0[y].sum(),
-                    plain=nn.CrossEntropyLoss(weight=W0))[name]
-        split = (lambda m: [params(m)+params(loss)]) if name=='parameters' else trainable_params
-        cb = AccumulateStep(n_step, weight=lambda p, y: W0[y].sum()) if n_step else None
-        learn = make_learner(make_dls(64, bs, y=without_targets(), shuffle=False), model, loss_func=loss,
-                             splitter=split, cbs=cb)
+    w,targs = tensor([0.,1.,3.]).double(),classes(64).clamp(min=1)
+    targs[8:16] = targs[40:48] = 0
+    def train(bs, *cbs):
+        model = small_model() if name=='plain' else keeps(Pred if name=='object' else noop)
+        plain,t = nn.CrossEntropyLoss(weight=w),nn.Parameter(torch.ones(3).double())
+        loss = dict(plain=plain, parameters=Made(lambda m, p, y: plain(p*m.t, y), t=t),
+                    object=lambda p, y: plain(p.out, y),
+                    activations=lambda p, y: plain(p, y)+(model.h.pow(2).mean(1)*w[y]).sum()/w[y].sum())[name]
+        split = lambda m: [params(m)+[t]*(name=='parameters')]
+        learn = make_learner(make_dls(64, bs, y=targs, shuffle=False), model, loss, splitter=split, cbs=cbs)
         learn.fit(2, cbs=NoValid())
         return learn
-    assert_same(train(8, 4), train(32, None), but=('values','final_record'))
+    assert_same(train(8, AccumulateStep(4, weight=lambda p, y: w[y].sum())), train(32), but=('values','final_record'))
 
-@each(3, edit=['replaced','penalty','of_weights'], event=['after_loss','before_backward'])
-def test_edited_loss(edit, event):
-    """The loss is scaled last, so changes of `loss_grad` in `before_backward` count; a penalty on the weights is exact
-    where micro-batches weigh the same"""
-    def do(cb):
-        learn = cb.learn
-        if not cb.training: return
-        if edit=='replaced': learn.loss_grad = F.cross_entropy(learn.pred*2, *learn.yb)
-        elif edit=='penalty': learn.loss_grad = learn.loss_grad + .5*learn.pred.pow(2).mean()
-        else: learn.loss_grad = learn.loss_grad + sum(p.pow(2).sum() for p in cb.model.parameters())/7
-    alike(also=lambda: Callback(**{event:do}), n=76 if edit=='of_weights' else 96)
-
-# Gradients of another backward pass
-
-def push(learn): (sum(p.pow(2).sum() for p in learn.model.parameters())/7).backward()
-
-weighted = nn.CrossEntropyLoss(weight=tensor([1.,10.,3.]).double())
-
-def test_another_backward_pass():
-    "One that is made when the gradients are finished is not scaled"
-    alike(also=lambda: Callback(before_step=lambda cb: push(cb.learn)), loss_func=weighted)
-
-@each(when=['before_fit','after_batch','before_train'])
-def test_gradients_before_a_window(when):
-    "They are cleared, so the training is that of a learner that never had them"
-    def do(cb):
-        if when!='after_batch' or cb.training: push(cb.learn)
-    alike(lambda: [Callback(**{when:do}), AccumulateStep(4)], loss_func=weighted)
-
-# Losses in other clothes
+# Callbacks, losses and loaders in other clothes
 
 W = tensor([1.,10.,3.]).double()
-def rare(): y = classes(76); y[:20] = 0; return y
-def ignoring(): y = classes(76); y[:20] = -100; return y
-compile = partial(torch.compile, backend='eager')
-@each(name=['compiled','compiled_function','compiled_partial'])
-@pytest.mark.filterwarnings('ignore:.*torch.jit.*')
-def test_compiled_losses(name):
-    loss,y = dict(compiled=(lambda: compile(nn.CrossEntropyLoss(weight=W)), rare()),
-                  compiled_function=(lambda: compile(F.cross_entropy), ignoring()),
-                  compiled_partial=(lambda: partial(compile(F.cross_entropy), weight=W), rare()))[name]
-    a,_ = alike(y=y, loss_func=loss(), fit=lambda l: l.fit(1))
-    assert worst(a, learner_of_means(y))[0]>1e-3
+weighted = dict(loss_func=nn.CrossEntropyLoss(weight=W))
+def rare(v=0): y = classes(76); y[:20] = v; return y
+compiled = partial(torch.compile, backend='eager')
 
-@each(loss=[nn.CrossEntropyLoss(weight=W),F.cross_entropy])
-@pytest.mark.filterwarnings('ignore:.*torch.jit.*')
-def test_scripted_losses_are_refused(loss):
-    learn = learner(make_dls(16, 8), AccumulateStep(2), loss_func=torch.jit.script(loss))
-    with pytest.raises(ValueError, match='compiled by TorchScript.*or weight='): learn.fit(1)
-    learn.accumulate(2, weight=lambda pred,targ: len(targ)).fit(1)
-
-def learner_of_means(y):
-    "Where the weights are overlooked"
-    learn = learner(make_dls(76, 8, y=y, shuffle=False), AccumulateStep(4, weight=lambda p, y: len(y)),
-                    loss_func=nn.CrossEntropyLoss(weight=None if (y<0).any() else W))
-    learn.fit(1)
-    return learn
+def push(cb): (sum(p.pow(2).sum() for p in cb.model.parameters())/7).backward()
+def pushed(event):
+    "Gradients of another backward pass before a window"
+    def do(cb):
+        if event!='after_batch' or cb.training: push(cb)
+    return dict(weighted, cbs=lambda: [Callback(**{event:do}), AccumulateStep(4)])
+def edits(f, event):
+    def do(cb):
+        if cb.training: cb.learn.loss_grad = f(cb.learn)
+    return dict(also=partial(Callback, **{event:do}))
 
 class OwnMean(nn.CrossEntropyLoss):
     "A subclass that reduces by itself: its parent returns losses that are not reduced, or a sum"
@@ -186,45 +131,74 @@ class OwnMean(nn.CrossEntropyLoss):
         loss = super().forward(pred, y)
         return loss.mean() if self.reduction=='none' else loss/len(y)
 
-@each(reduction=['none','sum'])
-def test_subclass_that_reduces_by_itself(reduction): alike(loss_func=OwnMean(reduction=reduction))
-
 class MultiTask(nn.CrossEntropyLoss):
     "A loss with two predictions and two targets"
     def forward(self, preds, y, z):
-        preds = preds.values() if isinstance(preds, dict) else preds
-        a,b = preds
+        a,b = preds.values() if isinstance(preds, dict) else preds
         return super().forward(a, y)+F.mse_loss(b[:,0], z)
-class TwoHeads(nn.Module):
-    def __init__(self, kind): super().__init__(); self.m,self.kind = small_model(),kind
-    def forward(self, x): h = self.m(x); return dict(a=h, b=h*2) if self.kind is dict else (h,h*2)
-
-@each(kind=[tuple,dict])
-def test_subclass_with_several_targets(kind):
+def two_heads(of):
     def dls(bs):
         dls = make_dls(76, bs, y=(classes(76),features(76,1,seed=3)[:,0]))
         dls.n_inp = 1
         return dls
-    alike(dls=dls, model=partial(TwoHeads, kind), loss_func=MultiTask())
+    return dict(dls=dls, model=lambda: Made(lambda m, x: of(m.m(x)), m=small_model()), loss_func=MultiTask())
 
-@each(dtype=[torch.uint8,torch.int8,torch.int16,torch.int32])
-def test_small_integers(dtype):
-    "Class weights, and targets that are no `long`"
-    class Long(nn.CrossEntropyLoss):
-        def forward(self, pred, y): return super().forward(pred, y.long())
-    alike(y=rare().to(dtype), loss_func=Long(weight=W))
-
-def test_loss_swapped_before_training():
-    "Another callback replaces the loss function by one that sums"
-    class Swap(Callback):
-        def before_train(self): self.learn.loss_func = DiceLike()
-    alike(also=Swap, n=96, opt_func=SGD, lr=1e-3, fit=lambda l: l.fit(2))
+class Long(nn.CrossEntropyLoss):
+    def forward(self, pred, y): return super().forward(pred, y.long())
 class DiceLike(nn.Module):
     "Sums by nature"
     def __init__(self, reduction='sum'): super().__init__(); self.reduction = reduction
     def forward(self, pred, y): return F.cross_entropy(pred, y, reduction=self.reduction)
+def swaps(cb): cb.learn.loss_func = DiceLike()
 
-# Loaders
+def trains_on(n):
+    def other(cb): cb.learn.dl = make_dls(n, cb.dls.train.bs, x=features(160), y=classes(160), shuffle=False).train
+    return dict(also=partial(Callback, before_train=other))
+
+def named():
+    "`model.lr_finder` is no `LRFinder`, and `model.accumulate_step` no callback"
+    m = keeps()
+    m.lr_finder = m.accumulate_step = m.micro_batches = m.recorder = 'a part of the model'
+    return m
+
+cases = dict(
+    # the loss is scaled last, so changes of `loss_grad` in `before_backward` count; a penalty on the weights is exact
+    # where micro-batches weigh the same
+    replaced   = lambda: dict(edits(lambda l: F.cross_entropy(l.pred*2, *l.yb), 'before_backward'), n=96),
+    penalty    = lambda: dict(edits(lambda l: l.loss_grad+.5*l.pred.pow(2).mean(), 'after_loss'), n=96),
+    of_weights = lambda: edits(lambda l: l.loss_grad+sum(p.pow(2).sum() for p in l.model.parameters())/7,
+                               'before_backward'),
+    # a backward pass when the gradients are finished is not scaled; gradients from before a window are cleared
+    finished     = lambda: dict(weighted, also=partial(Callback, before_step=push)),
+    before_fit   = lambda: pushed('before_fit'),
+    before_train = lambda: pushed('before_train'),
+    after_batch  = lambda: pushed('after_batch'),
+    compiled = lambda: dict(y=rare(), loss_func=compiled(nn.CrossEntropyLoss(weight=W))),
+    compiled_function = lambda: dict(y=rare(-100), loss_func=compiled(F.cross_entropy)),
+    compiled_partial  = lambda: dict(y=rare(), loss_func=partial(compiled(F.cross_entropy), weight=W)),
+    own_mean = lambda: dict(loss_func=OwnMean(reduction='none')),
+    own_sum  = lambda: dict(loss_func=OwnMean(reduction='sum')),
+    several_targets = lambda: two_heads(lambda h: (h,h*2)),
+    several_in_dict = lambda: two_heads(lambda h: dict(a=h, b=h*2)),
+    uint8 = lambda: dict(y=rare().to(torch.uint8), loss_func=Long(weight=W)),
+    int32 = lambda: dict(y=rare().to(torch.int32), loss_func=Long(weight=W)),
+    swapped_loss = lambda: dict(also=partial(Callback, before_train=swaps), n=96, opt_func=SGD, lr=1e-3,
+                                fit=lambda l: l.fit(2)),
+    # the windows are those of the loader that is trained on
+    shorter_loader = lambda: trains_on(40),
+    longer_loader  = lambda: trains_on(152),
+    names          = lambda: dict(model=named),
+    names_in_slices = lambda: dict(cbs=lambda: MicroBatch(8), bs=32, model=named))
+
+@each(name=cases)
+def test_alike(name): alike(**cases[name]())
+
+@each(loss=[nn.CrossEntropyLoss(weight=W),F.cross_entropy])
+@pytest.mark.filterwarnings('ignore:.*torch.jit.*')
+def test_scripted_losses_are_refused(loss):
+    learn = learner(make_dls(16, 8), AccumulateStep(2), loss_func=torch.jit.script(loss))
+    with pytest.raises(ValueError, match='compiled by TorchScript.*or weight='): learn.fit(1)
+    learn.accumulate(2, weight=lambda pred,targ: len(targ)).fit(1)
 
 class Longer(DataLoader):
     "Yields more than its length says"
@@ -236,53 +210,32 @@ def test_loader_longer_than_it_says():
     close(weights(a), weights(b))
     assert len(a.spy.steps)==len(b.spy.steps)==10
 
-@each(n=[40,152])
-def test_loader_replaced_before_training(n):
-    "The windows are those of the loader that is trained on"
-    def other(cb): cb.learn.dl = make_dls(n, cb.dls.train.bs, x=features(160), y=classes(160), shuffle=False).train
-    alike(also=lambda: Callback(before_train=other))
-
 # MicroBatch
 
-class Full(nn.Module):
+def full(m, x):
     "Runs out of memory in the second window"
-    def __init__(self): super().__init__(); self.m,self.n = small_model(),0
-    def forward(self, x):
-        self.n += self.training
-        if self.training and self.n>5 and len(x)>4: raise RuntimeError('CUDA out of memory')
-        return self.m(x)
+    m.n += m.training
+    if m.training and m.n>5 and len(x)>4: raise RuntimeError('CUDA out of memory')
+    return m.m(x)
 
 def test_train_metrics_and_out_of_memory(capsys):
     "Memory runs out after the first window of an epoch, and still each sample counts once in the metric"
-    def n_seen(p, y): seen.append(len(y)); return accuracy(p, y)
-    seen = []
-    learn = learner(make_dls(64, 8), [MicroBatch(),AccumulateStep(4)], model=Full(), metrics=n_seen)
+    counts,model = [],Made(full, m=small_model(), n=0)
+    learn = learner(make_dls(64, 8), [MicroBatch(),AccumulateStep(4)], model=model, metrics=accuracy)
     learn.recorder.train_metrics = True
     learn.fit(1, cbs=Callback(after_train=lambda cb: counts.append(cb.recorder.metrics[0].count)))
     assert counts==[64] and 'MicroBatch: memory ran out' in capsys.readouterr().out
-counts = []
 
 @each(2, last=['strings','number'], coupled=[False,True])
 def test_inputs_without_rows(last, coupled):
     "Two inputs, of which the last has no rows, and no `n_inp` that says so"
-    class Named(nn.Module):
-        def __init__(self): super().__init__(); self.m = small_model()
-        def forward(self, x, more): return self.m(x)
     def make(idxs): return features(96)[idxs],[f'{i}' for i in idxs] if last=='strings' else 3.,classes(96)[idxs]
-    def dls():
+    def dls(bs):
         dls = prebatched(make, 76, 32)
         del dls.n_inp
         return dls
-    a,b = alike(lambda: MicroBatch(5, coupled=coupled), dls=lambda bs: dls(), model=Named)
-    test = DataLoader([o[:2] for o in a.dls.valid], bs=None)
-    a.dls.n_inp = b.dls.n_inp = 2
-    close(a.get_preds(dl=test)[0], b.get_preds(dl=test)[0])
-
-def test_a_model_with_the_name_of_a_callback():
-    "`model.lr_finder` is no `LRFinder`, and `model.accumulate_step` no callback"
-    def model():
-        m = Keeps()
-        m.lr_finder = m.accumulate_step = m.micro_batches = m.recorder = 'a part of the model'
-        return m
-    alike(model=model)
-    alike(lambda: MicroBatch(8), bs=32, model=model)
+    def model(): return Made(lambda m, x, more: m.m(x), m=small_model())
+    learns = alike(lambda: MicroBatch(5, coupled=coupled), dls=dls, model=model)
+    test = DataLoader([o[:2] for o in learns[0].dls.valid], bs=None)
+    for l in learns: l.dls.n_inp = 2
+    close(*(l.get_preds(dl=test)[0] for l in learns))

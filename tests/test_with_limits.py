@@ -10,6 +10,8 @@ def decay(cb):
         for p in cb.model.parameters(): p.grad.add_(p.detach(), alpha=.3)
 def zero(cb): cb.learn.opt.zero_grad()
 
+def rmse(pred, y): return F.mse_loss(pred[:,0], y.double()).sqrt()
+
 class SAM(Callback):
     "Sharpness-aware minimisation (Foret et al., 2021): steps with the gradient at the worst point nearby"
     run_valid = False
@@ -29,33 +31,36 @@ def clamped():
     for p in m.parameters(): p.register_hook(lambda g: g.clamp(-.01, .01))
     return m
 
-class Teacher(nn.Module):
+def taught():
     "A teacher that follows in `forward`"
-    def __init__(self): super().__init__(); self.m,self.t = small_model(),small_model().requires_grad_(False)
-    def forward(self, x):
-        if self.training:
-            for p,q in zip(self.t.parameters(), self.m.parameters()): p.data.lerp_(q.data, .1)
-        return self.m(x)+.1*self.t(x)
+    def f(m, x):
+        if m.training:
+            for p,q in zip(m.t.parameters(), m.m.parameters()): p.data.lerp_(q.data, .1)
+        return m.m(x)+.1*m.t(x)
+    return Made(f, m=small_model(), t=small_model().requires_grad_(False))
 
-def spectral():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6,5)), nn.Tanh(), nn.Linear(5,3)).double()
-
-class AverageInLoss(nn.Module):
+def average_in_loss():
     "Divides by a running average of itself"
-    def __init__(self): super().__init__(); self.avg = 1.
-    def forward(self, pred, y):
+    def f(m, pred, y):
         loss = F.cross_entropy(pred, y)
-        if loss.requires_grad: self.avg = .9*self.avg+.1*loss.item()
-        return loss/self.avg
+        if loss.requires_grad: m.avg = .9*m.avg+.1*loss.item()
+        return loss/m.avg
+    return Made(f, avg=1.)
 
 def counting():
     n = itertools.count()
     return ParamScheduler(dict(lr=lambda pct: .02/(1+next(n))))
 
-def run(bs, *cbs, model=small_model, loss=nn.CrossEntropyLoss, opt_func=partial(SGD, mom=.9), lr=.1):
-    learn = make_learner(make_dls(76, bs), model(), loss(), opt_func, cbs, splitter=trainable_params)
-    learn.fit(2, lr)
+def sequential(*layers):
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(*[f() for f in layers]).double()
+    return make
+first,last = partial(nn.Linear, 6, 5),partial(nn.Linear, 5, 3)
+
+def run(bs, *cbs, model=small_model, loss=nn.CrossEntropyLoss, opt_func=partial(SGD, mom=.9), lr=.1, fit=None):
+    learn = make_learner(make_dls(76, bs), model(), loss(), opt_func, cbs, **one_group)
+    (fit or partial(Learner.fit, n_epoch=2, lr=lr))(learn)
     return learn
 
 def limit(name, note, least=1e-3, cb=list, **kwargs):
@@ -72,14 +77,21 @@ in_step = 'It acts on each micro-batch. Act in `before_step`, which is exact.'
           'calls `zero_grad` after each step.', cb=lambda: Callback(before_batch=zero)),
     limit('SAM, and others that run the model again in `before_step`', 'They only see the last micro-batch. With '
           '`MicroBatch(bs, coupled=True)` they see the whole batch, which is exact.', cb=SAM),
-    limit('spectral norm', 'Its state changes in `forward`, which runs once per micro-batch.', 1e-4, model=spectral,
-          opt_func=Adam, lr=.02),
+    limit('spectral norm', 'Its state changes in `forward`, which runs once per micro-batch.', 1e-4, opt_func=Adam,
+          lr=.02, model=sequential(lambda: nn.utils.parametrizations.spectral_norm(first()), nn.Tanh, last)),
     limit('a teacher that is updated in `forward`',
-          'It is updated once per micro-batch. Update it in `after_step`.', 1e-4, model=Teacher, opt_func=Adam, lr=.02),
+          'It is updated once per micro-batch. Update it in `after_step`.', 1e-4, model=taught, opt_func=Adam, lr=.02),
     limit('a running average inside the loss', 'It moves once per micro-batch. Update it in `after_step`.', 1e-4,
-          loss=AverageInLoss, opt_func=SGD, lr=.2),
+          loss=average_in_loss, opt_func=SGD, lr=.2),
     limit('a schedule function that counts its calls', 'It is called once per micro-batch. Write a function of `pct` '
-          'instead, which is exact.', 1e-4, cb=counting, opt_func=Adam)])
+          'instead, which is exact.', 1e-4, cb=counting, opt_func=Adam),
+    limit('batch norm', 'It uses the statistics of the micro-batch. `MicroBatch(bs, exact=True)` is exact.', fit=once,
+          opt_func=Adam, model=sequential(first, partial(nn.BatchNorm1d, 5), nn.Tanh, last)),
+    limit('dropout', 'It draws other masks, with the same distribution. `MicroBatch(bs, exact=True)` is exact.',
+          fit=once, opt_func=Adam,
+          model=sequential(partial(nn.Dropout, .1), first, partial(nn.Dropout, .3), nn.Tanh, last)),
+    limit('a loss that compares samples, here RMSE', 'The mean of the RMSEs of the micro-batches is not the RMSE of '
+          'the batch. `MicroBatch(bs, coupled=True)` is exact.', loss=lambda: rmse, fit=once, opt_func=Adam)])
 def test_acts_once_a_micro_batch(cb, least, kwargs, works):
     works.differs(weights(run(8, AccumulateStep(4), *L(cb()), **kwargs)), weights(run(32, *L(cb()), **kwargs)), least)
 
@@ -100,27 +112,27 @@ def test_float32_weights(works):
     acc = AccumulateStep(4, weight=lambda p, y: w[y].sum()*(1/3))
     works.differs(weights(run(8, acc, **kwargs)), weights(run(32, **kwargs)), 1e-10)
 
-class Gathers(Callback):
-    "Gathers predictions where it is told to"
-    def __init__(self, event): setattr(self, event, self._gather)
-    def before_train(self): self.seen = []
-    def _gather(self):
-        if self.training: self.seen.append(self.learn.pred.detach())
+def trained(cb):
+    learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(4), cb])
+    learn.fit(1)
+    return cb
 
 @not_same('predictions that a callback gathers in `after_batch`', 'share of the samples that are missing',
           note='It only sees the last micro-batch of a window. Gather in `after_loss`, or set `each_micro_batch = '
                'True` in the class.')
 def test_gathers(works):
-    def n_seen(cb):
-        learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(4), cb]); learn.fit(1)
-        return len(torch.cat(learn.gathers.seen))
-    works.error(1-n_seen(Gathers('after_batch'))/96)
-    assert n_seen(Gathers('after_batch'))==24 and n_seen(Gathers('after_loss'))==96
+    def n_gathered(event):
+        seen = []
+        def gather(cb):
+            if cb.training: seen.extend(cb.learn.pred)
+        trained(Callback(**{event:gather}))
+        return len(seen)
+    works.error(1-n_gathered('after_batch')/96)
+    assert n_gathered('after_batch')==24 and n_gathered('after_loss')==96
 
 class Counts(Callback):
     "Takes in `before_batch` what it gives back in `after_batch`"
-    run_valid = False
-    def before_fit(self): self.n = 0
+    run_valid,n = False,0
     def before_batch(self): self.n += 1
     def after_batch(self): self.n -= 1
 
@@ -129,9 +141,6 @@ class Counts(Callback):
           note='`before_batch` comes once per micro-batch, but `after_batch` only once per window. Set '
                '`each_micro_batch = True` in the class.')
 def test_pairs(works):
-    def left(cls):
-        learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(4), cls()])
-        learn.fit(1)
-        return learn.cbs[-1].n
-    works.error(left(Counts)/12)
-    assert left(Counts)==9 and left(type('Each', (Counts,), dict(each_micro_batch=True)))==0
+    n = trained(Counts()).n
+    works.error(n/12)
+    assert n==9 and trained(type('Each', (Counts,), dict(each_micro_batch=True))()).n==0

@@ -29,19 +29,19 @@ def test_flat(name, works):
             return learn
         works(train(BS, AccumulateStep(4)), train(4*BS, []))
 
-plain = [k for k,(f,*_) in losses.items() if type(f).__module__.startswith('torch.nn')]
-@row('Losses', 'losses of `torch.nn`', note='All losses that take a mean. [The page on weights](loss.html) lists them.')
-@each(name=plain)
-def test_losses_of_torch(name, works): works(*loss_pair(*losses[name]))
+def trained(name, note, *names):
+    "A row of `losses` of these names"
+    @row('Losses', name, note=note)
+    def test(works): each(k=names)(lambda k: works(*loss_pair(*losses[k])))()
+    return test
 
-@row('Losses', 'FocalLoss, LabelSmoothingCrossEntropy', note='The plain modules of fastai.')
-@each(name=['focal','smoothing'])
-def test_modules(name, works): works(*loss_pair(*losses[name]))
-
-@row('Losses', 'functions of `torch.nn.functional`',
-     note='Also a `partial` of one, with its class weights and ignored targets.')
-@each(name=['ce_function','ce_function_w','mse_function'])
-def test_functions(name, works): works(*loss_pair(*losses[name]))
+test_losses_of_torch = trained(
+    'losses of `torch.nn`', 'All losses that take a mean. [The page on weights](loss.html) lists them.',
+    *[k for k,(f,*_) in losses.items() if type(f).__module__.startswith('torch.nn')])
+test_modules = trained('FocalLoss, LabelSmoothingCrossEntropy', 'The plain modules of fastai.', 'focal', 'smoothing')
+test_functions = trained(
+    'functions of `torch.nn.functional`', 'Also a `partial` of one, with its class weights and ignored targets.',
+    'ce_function', 'ce_function_w', 'mse_function')
 
 def masked(pred, targ, mask): return (((pred-targ)**2).mean(1)*mask).sum()/mask.sum()
 
@@ -56,40 +56,12 @@ def test_own(own_weight, works):
 
 not_same = partial(row, 'Not the same', tol=math.inf)
 
-@not_same('batch norm', 'weights',
-          note='It uses the statistics of the micro-batch. `MicroBatch(bs, exact=True)` is exact.')
-def test_batch_norm_differs(works):
-    def model():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6,5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5,3)).double()
-    a,b = pair(model=model)
-    works.differs(weights(a), weights(b), 1e-3)
-
-@not_same('dropout', 'weights',
-          note='It draws other masks, with the same distribution. `MicroBatch(bs, exact=True)` is exact.')
-def test_dropout_differs(works):
-    def model():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Dropout(.1), nn.Linear(6,5), nn.Dropout(.3), nn.Tanh(), nn.Linear(5,3)).double()
-    a,b = pair(model=model)
-    works.differs(weights(a), weights(b), 1e-3)
-
-def rmse(pred, y): return F.mse_loss(pred[:,0], y.double()).sqrt()
-
-@not_same('a loss that compares samples, here RMSE', 'weights',
-          note='The mean of the RMSEs of the micro-batches is not the RMSE of the batch. `MicroBatch(bs, '
-               'coupled=True)` is exact.')
-def test_rmse(works):
-    a,b = pair(loss_func=rmse)
-    works.differs(weights(a), weights(b), 1e-3)
-
 @not_same('LabelSmoothingCrossEntropy with class weights, or ignored targets', 'gradients of the first step',
           note='Its two parts divide by different numbers. Take '
                '`nn.CrossEntropyLoss(label_smoothing=…, weight=…)`, which divides by one.')
-@pytest.mark.parametrize('loss,y', [(LabelSmoothingCrossEntropy(weight=W), rare()),
-                                    (LabelSmoothingCrossEntropy(), ignoring(.9))], ids=['weights','ignored'])
-def test_two_denominators(loss, y, works):
-    a,b = loss_pair(loss, y, fit=lambda l: l.fit(1))
+@each(case=[(LabelSmoothingCrossEntropy(weight=W), rare()), (LabelSmoothingCrossEntropy(), ignoring(.9))])
+def test_two_denominators(case, works):
+    a,b = loss_pair(*case, fit=lambda l: l.fit(1))
     works.differs(a.spy.steps[0]['grads'], b.spy.steps[0]['grads'], 1e-4)
 
 @not_same('a plain mean over micro-batches of different weights', 'weights',

@@ -2,42 +2,62 @@
 from matrix import *
 from torch.optim import LBFGS
 
-class Branches(nn.Module):
+def branches():
     "Two heads; a sample goes through the one that its first feature names, so a micro-batch can pass one of them by"
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body,self.heads = nn.Linear(6,5).double(),nn.ModuleList([nn.Linear(5,3).double() for _ in range(2)])
-    def forward(self, x):
-        which,h = x[:,0]>0,torch.tanh(self.body(x))
-        out = h.new_zeros(len(x), 3)
-        for i,head in enumerate(self.heads):
-            at = which==bool(i)
-            if at.any(): out = out.index_put((at.nonzero()[:,0],), head(h[at]))
+    def f(m, x):
+        h,out = torch.tanh(m.body(x)),x.new_zeros(len(x), 3)
+        for i,head in enumerate(m.heads):
+            at = ((x[:,0]>0)==bool(i)).nonzero()[:,0]
+            if len(at): out = out.index_put((at,), head(h[at]))
         return out
+    torch.manual_seed(0)
+    return Made(f, body=nn.Linear(6,5), heads=nn.ModuleList([nn.Linear(5,3) for _ in range(2)])).double()
 
 def sorted_dls(n, bs, **kwargs):
     "In the order of the first feature: whole windows use one head"
     x = features(n)
     return make_dls(n, bs, x=x[x[:,0].argsort()], shuffle=False, **kwargs)
 
-opts = dict(SGD=partial(SGD, mom=.9), Adam=Adam, AdamW=partial(OptimWrapper, opt=torch.optim.AdamW))
-@row('Optimizers', 'parameters without a gradient in some windows',
-     note='The optimizer leaves them alone, or steps them, as it does with the large batch.')
-@each(opt=opts)
-def test_no_gradient(opt, works):
-    a,b = pair(dls=sorted_dls, model=Branches, n=76, opt_func=opts[opt], splitter=trainable_params)
-    works(a, b)
-    assert any(g is None for s in b.spy.steps for g in s['grads']), 'every parameter had a gradient in every step'
+def matrices():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6,5,bias=False), nn.Tanh(), nn.Linear(5,3,bias=False)).double()
+
+def freezing(learn):
+    learn.freeze();     learn.fit_one_cycle(1, .02)
+    learn.unfreeze();   learn.fit_one_cycle(2, slice(.001,.02))
+    learn.freeze_to(1); learn.fit(1, .01)
+
+def wrapped(*opts, **kwargs): return [partial(OptimWrapper, opt=getattr(torch.optim, o), **kwargs) for o in opts]
+def by(*opts, **kwargs): return [dict(opt_func=o, **kwargs) for o in opts]
+def has_none(a, b): return any(g is None for s in b.spy.steps for g in s['grads'])
+three = partial(SGD, mom=.9),Adam,*wrapped('AdamW')
+opt = partial(case, 'Optimizers')
+
+test_optimizers = alike(
+    opt('parameters without a gradient in some windows', *by(*three), dls=sorted_dls, model=branches, **one_group,
+        note='The optimizer leaves them alone, or steps them, as it does with the large batch.', check=has_none),
+    opt('`freeze`, `freeze_to`, `unfreeze`, `fine_tune`', *by(*three, fit=freezing),
+        *by(*three, fit=lambda l: l.fine_tune(2, .01, freeze_epochs=2)), note='Frozen weights do not move.'),
+    opt('discriminative learning rates', *[dict(fit=partial(Learner.fit_one_cycle, n_epoch=3, lr_max=o))
+                                           for o in (slice(1e-4,.02), [1e-3,.02])],
+        note='A `slice`, and a list with one rate for each group.'),
+    opt("fastai's optimizers",
+        *by(SGD, partial(SGD, mom=.9), Adam, partial(Adam, decouple_wd=False), RAdam, QHAdam, Lamb, Larc,
+            partial(RMSProp, mom=.9), ranger, lambda ps,lr: Lookahead(SGD(ps, lr))),
+        note='SGD with and without momentum, Adam with both kinds of weight decay, RAdam, QHAdam, Lamb, Larc, RMSProp, '
+             'ranger and Lookahead.'),
+    opt('`OptimWrapper` with SGD, Adam, AdamW', note='Plain, `foreach` and `fused`.',
+        *by(*[o for kw in (dict(foreach=False), dict(foreach=True), dict(fused=True))
+              for o in wrapped('SGD', 'Adam', 'AdamW', **kw)])),
+    opt('`OptimWrapper` with other optimizers of PyTorch', fit=lambda l: l.fit(2, .01),
+        *by(*wrapped('Adagrad', 'Adadelta', 'Adamax', 'ASGD', 'NAdam', 'RAdam', 'RMSprop', 'Rprop')),
+        note='Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop and Rprop.'))
 
 @row('Optimizers', 'Muon',
      note='`torch.optim.Muon` through `OptimWrapper`, for a network of matrices. It needs PyTorch 2.9.')
 def test_muon(works):
     if not hasattr(torch.optim, 'Muon'): pytest.skip('trains with `torch.optim.Muon`, which came with PyTorch 2.9')
-    def model():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6,5,bias=False), nn.Tanh(), nn.Linear(5,3,bias=False)).double()
-    works(*pair(model=model, opt_func=partial(OptimWrapper, opt=torch.optim.Muon)))
+    works(*pair(model=matrices, opt_func=wrapped('Muon')[0]))
 
 @row('Optimizers', 'parameters that the optimizer does not hold', 'weights, optimizer state, losses',
      note='Their gradients are cleared before each window. fastai adds them up over the steps.')
@@ -45,80 +65,32 @@ def test_muon(works):
 def test_not_held(drop_last, works):
     def fit(learn): learn.fit(1); learn.fit(2)
     loss = nn.CrossEntropyLoss(weight=tensor([1.,10.,3.]).double())
-    a,b = pair(n=76, fit=fit, splitter=lambda m: [params(m[0])], drop_last=drop_last, loss_func=loss)
-    works(a, b, but='step.grads')
-
-def freezing(learn):
-    learn.freeze();     learn.fit_one_cycle(1, .02)
-    learn.unfreeze();   learn.fit_one_cycle(2, slice(.001,.02))
-    learn.freeze_to(1); learn.fit(1, .01)
-
-@row('Optimizers', '`freeze`, `freeze_to`, `unfreeze`, `fine_tune`', note='Frozen weights do not move.')
-@each(opt=opts, fit=[freezing, lambda l: l.fine_tune(2, .01, freeze_epochs=2)])
-def test_freeze(fit, opt, works): works(*pair(fit=fit, opt_func=opts[opt]))
-
-@row('Optimizers', 'discriminative learning rates', note='A `slice`, and a list with one rate for each group.')
-@each(lr=[slice(1e-4,.02), [1e-3,.02]])
-def test_discriminative(lr, works): works(*pair(fit=lambda l: l.fit_one_cycle(3, lr)))
-
-fastais = dict(SGD=SGD, momentum=partial(SGD, mom=.9), Adam=Adam, RAdam=RAdam, QHAdam=QHAdam, Lamb=Lamb, Larc=Larc,
-               RMSProp=partial(RMSProp, mom=.9),
-               ranger=ranger, Lookahead=lambda ps,lr: Lookahead(SGD(ps, lr)),
-               decoupled=partial(Adam, decouple_wd=False))
-@row('Optimizers', "fastai's optimizers",
-     note='SGD with and without momentum, Adam with both kinds of weight decay, RAdam, QHAdam, Lamb, Larc, RMSProp, '
-          'ranger and Lookahead.')
-@each(opt=fastais)
-def test_fastais(opt, works): works(*pair(opt_func=fastais[opt]))
-
-torchs = [(o,kw) for o in (torch.optim.SGD,torch.optim.Adam,torch.optim.AdamW)
-          for kw in (dict(foreach=False), dict(foreach=True), dict(fused=True))]
-@row('Optimizers', '`OptimWrapper` with SGD, Adam, AdamW', note='Plain, `foreach` and `fused`.')
-@each(o=torchs)
-def test_torchs(o, works): works(*pair(opt_func=partial(OptimWrapper, opt=o[0], **o[1])))
-
-others = 'Adagrad Adadelta Adamax ASGD NAdam RAdam RMSprop Rprop'.split()
-@row('Optimizers', '`OptimWrapper` with other optimizers of PyTorch',
-     note='Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop and Rprop.')
-@each(opt=others)
-def test_other_torchs(opt, works):
-    works(*pair(fit=lambda l: l.fit(2, .01), opt_func=partial(OptimWrapper, opt=getattr(torch.optim, opt))))
+    works(*pair(fit=fit, splitter=lambda m: [params(m[0])], drop_last=drop_last, loss_func=loss), but='step.grads')
 
 @row('Optimizers', 'LBFGS', note='Plain fastai cannot use it either.')
 def test_lbfgs(works):
-    """It goes through the model several times a step, on a batch that must still be there; plain fastai cannot drive
-    it either"""
-    with works.refused(TypeError, match="closure"):
-        pair(opt_func=partial(OptimWrapper, opt=LBFGS), splitter=trainable_params, fit=lambda l: l.fit(1))
+    "It goes through the model several times a step, on a batch that must still be there"
+    works.fails_anyway(TypeError, 'closure', lambda cbs: make_learner(
+        make_dls(76, 8), cbs=cbs, opt_func=partial(OptimWrapper, opt=LBFGS), **one_group).fit(1))
 
-class Bag(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.emb,self.lin = nn.Embedding(20, 6, sparse=True).double(),nn.Linear(6,3).double()
-    def forward(self, x): return self.lin(self.emb(x).mean(1))
+def bag():
+    torch.manual_seed(0)
+    return Made(lambda m, x: m.lin(m.emb(x).mean(1)), emb=nn.Embedding(20, 6, sparse=True), lin=nn.Linear(6,3)).double()
 
 def bag_dls(n, bs, **kwargs):
     return make_dls(n, bs, x=torch.randint(20, (n,3), generator=torch.Generator().manual_seed(0)), **kwargs)
 
-def dense(learn):
-    "The gradients that the optimizer got, and its state, as dense tensors"
-    grads = [[g.to_dense() for g in s['grads']] for s in learn.spy.steps]
-    return grads,[p.detach() for p in learn.model.parameters()],[float(o) for o in learn.recorder.losses]
-
-sparse = dict(SGD=partial(SGD, mom=.9), torch_SGD=partial(OptimWrapper, opt=torch.optim.SGD),
-              torch_Adagrad=partial(OptimWrapper, opt=torch.optim.Adagrad))
 @row('Optimizers', 'sparse gradients of embeddings', 'weights, gradients, losses',
      note="fastai's SGD, PyTorch's SGD and Adagrad.")
-@each(opt=sparse)
+@each(opt=[partial(SGD, mom=.9), *wrapped('SGD', 'Adagrad')])
 @pytest.mark.filterwarnings('ignore:Sparse invariant')
 def test_sparse_embeddings(opt, works):
-    a,b = pair(dls=bag_dls, model=Bag, splitter=trainable_params, opt_func=sparse[opt], fit=lambda l: l.fit(2, .02))
-    assert b.spy.steps[0]['grads'][0].is_sparse
-    works.same(dense(a), dense(b))
+    ls = pair(dls=bag_dls, model=bag, opt_func=opt, fit=lambda l: l.fit(2, .02), **one_group)
+    assert ls[1].spy.steps[0]['grads'][0].is_sparse
+    for l in ls: l.got = [[g.to_dense() for g in s['grads']] for s in l.spy.steps]
+    works.same(*[(l.got, weights(l), l.recorder.losses) for l in ls])
 
 @row('Optimizers', "sparse gradients with fastai's Adam", note='It fails in plain fastai too.')
-@each(cbs=[[], [AccumulateStep(4)]])
-def test_sparse_adam(cbs, works):
-    learn = make_learner(bag_dls(76, 8), Bag(), splitter=trainable_params, opt_func=Adam, cbs=cbs)
-    with works.refused(NotImplementedError, match='addcmul_'): learn.fit(1)
+def test_sparse_adam(works):
+    works.fails_anyway(NotImplementedError, 'addcmul_', lambda cbs: make_learner(
+        bag_dls(76, 8), bag(), cbs=cbs, **one_group).fit(1))

@@ -6,7 +6,7 @@ micro-batches differ by that rounding: `HALF` allows one of the dtype, for weigh
 the weights are rounded at each step too. What the scaler decides is compared exactly, without autocast in float64."""
 from matrix import *
 from fastai_accum.extras import *
-from test_precision import exact_window,low_learner,ulps
+from test_precision import Low,exact_window,low_learner,ulps
 
 class Overflow(Callback):
     "An infinite gradient in one micro-batch of each of `windows`, before the scaler looks at them"
@@ -20,39 +20,36 @@ class Overflow(Callback):
 class Updates(Callback):
     "The scale after each update of the scaler"
     order = 20
-    def before_fit(self): self.seen = []
-    def after_step(self): self.seen.append((self.learn.scaler.get_scale(), self.learn.scaler._get_growth_tracker()))
+    def before_fit(self): self.learn.got = []
+    def after_step(self): self.learn.got.append((self.scaler.get_scale(), self.scaler._get_growth_tracker()))
 
-def scaled(windows):
-    k = iter((4,1))
-    mp = lambda: OnCpu(init_scale=2.**10, growth_interval=3)
-    return pair(lambda: [mp(), Overflow(windows, next(k)), Updates()], n=96, fit=lambda l: l.fit_one_cycle(3, .02))
+def scaler(): return OnCpu(init_scale=2.**10, growth_interval=3)
 
 @row('Precision', 'MixedPrecision: the loss scaler', 'everything, the scales and their updates',
      note='In float64, without autocast. The scale grows and shrinks with the steps. An overflow in one micro-batch '
           'skips its window once.')
 @each(windows=[[], [0], [2,3], [8]])
 def test_scaler(windows, works):
-    a,b = scaled(windows)
+    k = iter((4,1))
+    a,b = pair(lambda: [scaler(), Overflow(windows, next(k)), Updates()], n=96, fit=lambda l: l.fit_one_cycle(3, .02))
     works(a, b)
-    works.same(a.updates.seen, b.updates.seen, 'updates')
-    works.same(a.mixed_precision.kept, b.mixed_precision.kept, 'scales')
-    assert len(a.updates.seen)==9 and len(a.mixed_precision.kept)==a.accumulate_step.counts.n_steps==9-len(windows)
+    works.same(*[[l.got, l.mixed_precision.kept] for l in (a,b)], 'scales')
+    assert len(a.got)==9 and len(a.mixed_precision.kept)==a.accumulate_step.counts.n_steps==9-len(windows)
     assert a.accumulate_step.counts.n_thrown==32*len(windows)
-    if not windows: assert a.updates.seen[-1][0]==2.**13, 'the scale has not grown'
+    if not windows: assert a.got[-1][0]==2.**13, 'the scale has not grown'
 
 class Float32(Callback):
     "Inputs in float32"
     order = -2
     def before_batch(self): self.learn.xb = tuple(o.float() if o.is_floating_point() else o for o in self.xb)
 
-class InDtype(Callback):
-    "Inputs in the dtype of the model, and the loss in float64"
-    def before_batch(self): self.learn.xb = tuple(o.to(next(self.model.parameters()).dtype) for o in self.xb)
-    def after_pred(self): self.learn.pred = self.pred.double()
-
-def sgd(cbs, dtype=torch.float32, fit=lambda l: l.fit(3, .1)):
-    return pair(cbs, model=lambda: small_model().to(dtype), opt_func=SGD, fit=fit)
+def sgd(works, cbs, dtype=torch.float32):
+    def fit(learn):
+        if hasattr(learn, 'non_native_mixed_precision'): learn.remove_cb(Spy)   # flat masters differ in number
+        learn.fit(3, .1)
+    a,b = pair(cbs, model=lambda: small_model().to(dtype), opt_func=SGD, fit=fit)
+    works.same(weights(a), weights(b))
+    return a,b
 
 def half(name, dtype, note, times=1): return row('Precision', name, 'weights', times*HALF[dtype], note)
 for_long = 'For long windows add `GradAccumDtype`.'
@@ -64,54 +61,34 @@ for_long = 'For long windows add `GradAccumDtype`.'
     pytest.param(torch.bfloat16, False, marks=half('a model in bfloat16', torch.bfloat16, for_long, 4)),
     pytest.param(torch.float16, False, marks=half('a model in float16', torch.float16, for_long, 4))])
 def test_half_precision(dtype, autocast, works):
-    a,b = sgd(lambda: [Float32(), OnCpu(dtype)]) if autocast else sgd(InDtype, dtype)
-    works.same(weights(a), weights(b))
+    a,b = sgd(works, lambda: [Float32(), OnCpu(dtype)]) if autocast else sgd(works, Low, dtype)
     if autocast and dtype is torch.float16:
         assert a.mixed_precision.kept==b.mixed_precision.kept and len(a.mixed_precision.kept)==9
 
-class Cuda:
-    "What `NonNativeMixedPrecision` asks of the loaders: to say that they are on a GPU"
-    type = 'cuda'
-
 class NonNative(NonNativeMixedPrecision):
-    "`NonNativeMixedPrecision` on the CPU, where all but the check of the device works"
+    "`NonNativeMixedPrecision` on the CPU, where all but the check that the loaders are on a GPU works"
     name = 'non_native_mixed_precision'
     def before_fit(self):
-        dls,self.learn.dls = self.learn.dls,SimpleNamespace(device=Cuda)
+        dls,self.learn.dls = self.learn.dls,SimpleNamespace(device=SimpleNamespace(type='cuda'))
         try: super().before_fit()
         finally: self.learn.dls = dls
 
-non_native_row = row('Precision', 'NonNativeMixedPrecision', 'weights', HALF[torch.float16],
-                     'On a CPU that stands in for a GPU. With and without flat master weights, with and without '
-                     '`clip`.')
-
-def non_native(flat, clip, **kwargs):
-    def fit(learn):
-        learn.remove_cb(Spy)   # gradients of the masters and of the model differ in number where the masters are flat
-        learn.fit(3, .1)
-    return sgd(lambda: [Float32(), ModelToHalf(), NonNative(flat_master=flat, clip=clip, **kwargs)], fit=fit)
-
-@non_native_row
-@each(clip=[None, .1], flat=[False, True])
-def test_non_native(flat, clip, works):
-    a,b = non_native(flat, clip, loss_scale=512, dynamic=False)
-    works.same(weights(a), weights(b))
-    assert a.accumulate_step.counts.n_steps==9
-
-@non_native_row
-def test_non_native_dynamic(works):
-    "The scale starts too high: each window whose gradients overflow is lost, as a large batch is, and halves the scale"
-    a,b = non_native(False, None)
-    works.same(weights(a), weights(b))
-    assert a.non_native_mixed_precision.loss_scale==b.non_native_mixed_precision.loss_scale<2**24
-    n,lost = a.accumulate_step.counts,24-int(math.log2(a.non_native_mixed_precision.loss_scale))
-    assert lost>2 and n.n_steps==9-lost and n.n_thrown>=12*lost
+@half('NonNativeMixedPrecision', torch.float16,
+      'On a CPU that stands in for a GPU. With and without flat master weights, with and without `clip`.')
+@each(kw=[{}, *(dict(flat_master=flat, clip=clip, loss_scale=512, dynamic=False)
+                for flat in (False,True) for clip in (None,.1))])
+def test_non_native(kw, works):
+    """A scale that moves starts too high: each window whose gradients overflow is lost, as a large batch is, and halves
+    it"""
+    a,b = (l.non_native_mixed_precision for l in sgd(works, lambda: [Float32(), ModelToHalf(), NonNative(**kw)]))
+    n,lost = a.learn.accumulate_step.counts,0 if kw else 24-int(math.log2(a.loss_scale))
+    assert n.n_steps==9-lost and n.n_thrown>=12*lost
+    assert kw or lost>2 and a.loss_scale==b.loss_scale
 
 @row('Precision', 'GradAccumDtype with the loss scaler', 'everything', note='Our own, with `GradientClip`.')
 def test_grad_accum_dtype_and_scaler(works):
     sums = iter(([GradAccumDtype()],[]))
-    works(*pair(lambda: [*next(sums), OnCpu(init_scale=2.**10, growth_interval=3), GradientClip(.1)],
-                fit=lambda l: l.fit_one_cycle(3, .02)))
+    works(*pair(lambda: [*next(sums), scaler(), GradientClip(.1)], fit=lambda l: l.fit_one_cycle(3, .02)))
 
 @row('Precision', 'GradAccumDtype',
      "gradients of a window with the float64 mean of the same low-precision gradients, in units of the last place", 2,
