@@ -10,7 +10,7 @@ __all__ = ['turn_on_accumulation', 'turn_off_accumulation', 'accumulation']
 # %% ../nbs/patch.ipynb #ba1ae54a
 from functools import wraps
 from fastai.basics import *
-from .core import AccumulateStep,accumulation_settings,is_added
+from .core import AccumulateStep,accumulation_settings,added
 from .refusals import arguments
 
 # %% ../nbs/patch.ipynb #a1a5be23
@@ -76,9 +76,9 @@ _fastais = getattr(Learner.fit, 'fastais', Learner.fit)   # also if this cell ru
 @patch_to(Learner)
 @wraps(_fastais)
 def fit(self, n_epoch, lr=None, wd=None, cbs=None, *args, **kwargs):
-    cbs = L(cbs)
-    if not is_added(self, cbs): return _fastais(self, n_epoch, lr, wd, cbs, *args, **kwargs)
-    acc = _OfOneFit(**accumulation_settings())
-    try: return _fastais(self, n_epoch, lr, wd, cbs+[acc], *args, **kwargs)
+    acc = added(self, L(cbs))
+    if not acc: return _fastais(self, n_epoch, lr, wd, cbs, *args, **kwargs)
+    acc.__class__ = _OfOneFit
+    try: return _fastais(self, n_epoch, lr, wd, L(cbs)+[acc], *args, **kwargs)
     finally: self.accumulate_step = acc   # fastai has removed it; keep it for its counts
 Learner.fit.fastais = _fastais
