@@ -104,7 +104,8 @@ def plot_windows(self:Recorder,
     https://fastai-accum.github.io/fastai_accum/extras.html#windows-on-a-schedule"""
     acc,lrs = in_charge(self.learn) or vars(self.learn).get('accumulate_step'),getattr(self, 'lrs', [])
     sizes = acc.counts.sizes if acc else []
-    if not lrs or len(sizes)-len(lrs) not in (0,1):   # 1: another callback has ended the fit before it was recorded
+    # 1: another callback has ended the fit before it was recorded
+    if not lrs or len(sizes)-len(lrs) not in (0,1):
         raise ValueError("plot_windows: the last fit did not train in windows; "
                          "call `fit` with an AccumulateStep or a MicroBatch first")
     sizes = np.array(sizes[:len(lrs)])

@@ -77,7 +77,7 @@ def needs(bench, o):
 def explained(bench, k, err, on):
     "The `Cause` for the suspect `k`, the last of `on`, with its remedy"
     kind,where,of = k,type(k).__name__,''
-    if isinstance(k, Callback): kind = 'augmentation' if hasattr(type(k), 'before_batch') else 'callback'
+    if not isinstance(k, str): kind = 'augmentation' if hasattr(type(k), 'before_batch') else 'callback'
     elif k=='loss': where = _named(bench.loss)
     elif k=='backward': where = type(bench.learn).__name__
     else:
