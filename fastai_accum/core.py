@@ -35,6 +35,20 @@ class AccumulateStep(WindowCallback):
         store_attr(but='kwargs')
         self.check()
 
+    def check(self):
+        "Refuse a wrong argument, also one that was set later"
+        name = 'AccumulateStep'
+        sizes = dict(n_step=self.n_step, n_samples=self.n_samples)
+        given = [k for k,v in sizes.items() if v is not None]
+        if len(given)!=1:
+            got = ' and '.join(f'{k}={v!r}' for k,v in sizes.items())
+            raise ValueError(f"{name}: give either n_step, which counts micro-batches, or "
+                             f"n_samples, which counts samples, such as {name}(n_step=4); got {got}")
+        k, = given
+        if not is_schedule(sizes[k]): setattr(self, k, check_count(name, k, sizes[k]))
+        check_flags(name, (True,False,None), average=self.average, drop_last=self.drop_last)
+        check_function(name, 'weight', self.weight, '(pred, *yb) -> float')
+
 # %% ../nbs/core.ipynb #281ba3f7
 @patch
 @delegates(AccumulateStep)
@@ -56,11 +70,11 @@ def accumulation_settings():
     "The arguments of the `AccumulateStep` that each fit of each learner gets, or `None`"
     return defaults.accumulation[-1].kwargs
 
-def is_added(learn, cbs=()):
-    "Whether a fit with the callbacks `cbs` adds an `AccumulateStep` to `learn`"
-    kinds = [o if isinstance(o, type) else type(o) for o in (*learn.cbs,*cbs)]
-    has_own = any(makes_windows(o) and not o.cuts for o in kinds)
-    return bool(accumulation_settings()) and not has_own
+def added(learn, cbs=()):
+    "The `AccumulateStep` that a fit with the callbacks `cbs` adds to `learn`, or `None`"
+    # `cbs` may be classes
+    has_own = any(makes_windows(o) and not o.cuts for o in (*learn.cbs,*cbs))
+    if accumulation_settings() and not has_own: return AccumulateStep(**accumulation_settings())
 
 # %% ../nbs/core.ipynb #14905154
 def _skips(dl):
@@ -85,7 +99,7 @@ def n_steps(self:Learner,
             raise ValueError(f"n_steps: fastai's {type(o).__name__} decides when to step or to stop, so nobody knows "
                              "how often; use AccumulateStep in its place, or ask without it")
     dl,n_procs = in_a_fit(self)
-    acc = AccumulateStep(**accumulation_settings()) if is_added(self) else in_charge(self)
+    acc = added(self) or in_charge(self)
     if hasattr(dl, 'do_item') and _skips(dl):
         raise ValueError("n_steps: items of the loader raise SkipItemException, so nobody knows how many come; "
                          "leave them out of the data")
@@ -97,19 +111,3 @@ def n_steps(self:Learner,
     if None not in [o.ends for o in plans]: return sum(map(len, plans))
     raise ValueError("n_steps: the loader has no batch size, so nobody knows how many batches "
                      f"{acc!r} puts in a window; use n_step")
-
-# %% ../nbs/core.ipynb #73c9cc69
-@patch
-def check(self:AccumulateStep):
-    "Refuse a wrong argument, also one that was set later"
-    name = 'AccumulateStep'
-    sizes = dict(n_step=self.n_step, n_samples=self.n_samples)
-    given = [k for k,v in sizes.items() if v is not None]
-    if len(given)!=1:
-        got = ' and '.join(f'{k}={v!r}' for k,v in sizes.items())
-        raise ValueError(f"{name}: give either n_step, which counts micro-batches, or n_samples, "
-                         f"which counts samples, such as {name}(n_step=4); got {got}")
-    k, = given
-    if not is_schedule(sizes[k]): setattr(self, k, check_count(name, k, sizes[k]))
-    check_flags(name, (True,False,None), average=self.average, drop_last=self.drop_last)
-    check_function(name, 'weight', self.weight, '(pred, *yb) -> float')

@@ -1,4 +1,4 @@
-"""`GradAccumDtype` sums in float32, and `BatchNormEval` keeps the statistics of batch norm
+"""Sums in float32, batch norm with fixed statistics, and a plot of the windows of a fit
 
 Docs: https://fastai-accum.github.io/fastai_accum/gradients.html.md"""
 
@@ -22,27 +22,22 @@ class GradAccumDtype(Callback):
     Example: `cbs=[AccumulateStep(4), GradAccumDtype()]`, for a model in bfloat16 or float16.
     It takes the memory of one copy of the gradients in `dtype`.
     https://fastai-accum.github.io/fastai_accum/extras.html#sums-in-float32"""
-    order = -math.inf                  # so all other callbacks see complete gradients
+    order = -math.inf   # so all other callbacks see complete gradients
     run_valid = False
-    win = sums = None                  # the window, and the sums of its gradients
-    _stateattrs = 'win','sums'         # not copied, not saved
-    __setattr__ = object.__setattr__   # fastai's also looks for each name in the model
     def __init__(self,
         dtype:torch.dtype=torch.float32 # Dtype of the sums; parameters that are more precise keep theirs
     ):
-        is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-        if not is_float or torch.finfo(dtype).bits<16:
+        if not getattr(dtype, 'is_floating_point', False) or torch.finfo(dtype).bits<16:
             raise ValueError("GradAccumDtype: dtype must be a floating dtype such as torch.float32, "
                              f"got {dtype!r}")
         self.dtype = dtype
 
     def before_fit(self):
         "Check that there are windows to sum over"
-        learn = self.learn
-        if is_validation(learn): return
-        if len(learn.cbs.filter(risinstance(GradAccumDtype)))>1:
+        if is_validation(self.learn): return
+        if len(self.learn.cbs.filter(risinstance(GradAccumDtype)))>1:
             raise ValueError("GradAccumDtype: cbs holds more than one GradAccumDtype; keep one")
-        if not window_callbacks(learn):
+        if not window_callbacks(self.learn):
             raise ValueError("GradAccumDtype: the learner has no AccumulateStep; "
                              "add one, for example AccumulateStep(n_step=4)")
 
@@ -57,7 +52,6 @@ class GradAccumDtype(Callback):
         "While an epoch trains, take each gradient as soon as it is computed"
         with ExitStack() as stack:
             if learn.training:
-                stack.callback(vars(self).update, win=None, sums=None)
                 take = partial(self.take, in_charge(learn))
                 for p in [p for p in parameters(learn) if p.requires_grad]:
                     stack.callback(p.register_post_accumulate_grad_hook(take).remove)
@@ -69,26 +63,24 @@ class GradAccumDtype(Callback):
         if acc.window and acc.scale is None:
             acc.scale = acc.window.weigh()[0] or None   # no constant yet if no target counts
 
+    def take(self, acc, p):
+        "Move the gradient of `p` to the sums of the window of `acc`"
+        if acc.window is None: return
+        sums = vars(acc.window).setdefault('sums', {})
+        g = p.grad.to(torch.promote_types(p.dtype, self.dtype))
+        s = sums.pop(p, None)
+        if s is not None: g = g.add_(s) if s.is_sparse else s.add_(g)
+        sums[p] = g
+        p.grad = None
+
     def before_step(self):
         "Cast the mean over the window to the dtype of each parameter"
-        while self.sums:
-            p,g = self.sums.popitem()
+        win = in_charge(self.learn).window
+        sums = vars(win).get('sums')   # `None` if it has no gradients
+        while sums:
+            p,g = sums.popitem()
             if g.is_sparse: g = g.coalesce()   # before it is rounded
-            p.grad = g.mul_(self.win.factor).to(p.dtype)
-
-# %% ../nbs/gradients.ipynb #29eb2ff5
-@patch
-def take(self:GradAccumDtype, acc, p):
-    "Move the gradient of `p` to the sums of the window of `acc`"
-    if acc.window is None: return
-    if self.win is not acc.window:
-        self.win = acc.window
-        self.sums = {}
-    g = p.grad.to(torch.promote_types(p.dtype, self.dtype))
-    s = self.sums.pop(p, None)
-    if s is not None: g = g.add_(s) if s.is_sparse else s.add_(g)
-    self.sums[p] = g
-    p.grad = None
+            p.grad = g.mul_(win.factor).to(p.dtype)
 
 # %% ../nbs/gradients.ipynb #c10dd462
 class BatchNormEval(Callback):
@@ -100,3 +92,26 @@ class BatchNormEval(Callback):
         "Put the batch norms into evaluation mode, after `TrainEvalCallback` has left it"
         for m in self.model.modules():
             if isinstance(m, AnyBatchNorm): m.eval()
+
+# %% ../nbs/gradients.ipynb #124651e0
+@patch
+def plot_windows(self:Recorder,
+    figsize:tuple=(4.6,5) # Width and height, in inches
+):
+    """Plot the learning rate, the effective batch and the steps of the last fit, over the samples of its steps
+
+    Example: `learn.recorder.plot_windows()`, after a fit with an `AccumulateStep` or a `MicroBatch`.
+    https://fastai-accum.github.io/fastai_accum/extras.html#windows-on-a-schedule"""
+    acc,lrs = in_charge(self.learn) or vars(self.learn).get('accumulate_step'),getattr(self, 'lrs', [])
+    sizes = acc.counts.sizes if acc else []
+    # 1: another callback has ended the fit before it was recorded
+    if not lrs or len(sizes)-len(lrs) not in (0,1):
+        raise ValueError("plot_windows: the last fit did not train in windows; "
+                         "call `fit` with an AccumulateStep or a MicroBatch first")
+    sizes = np.array(sizes[:len(lrs)])
+    _,axs = plt.subplots(3, 1, figsize=figsize, sharex=True, layout='constrained')
+    titles = 'learning rate','effective batch, in samples','steps so far'
+    for ax,ys,title in zip(axs, (lrs,sizes,np.cumsum(sizes>0)), titles):
+        ax.step([0,*np.cumsum(sizes)], [*ys,ys[-1]], where='post')
+        ax.set(title=title, ylim=(0,None))
+    ax.set_xlabel('samples')

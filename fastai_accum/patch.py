@@ -10,7 +10,7 @@ __all__ = ['turn_on_accumulation', 'turn_off_accumulation', 'accumulation']
 # %% ../nbs/patch.ipynb #ba1ae54a
 from functools import wraps
 from fastai.basics import *
-from .core import AccumulateStep,accumulation_settings,is_added
+from .core import AccumulateStep,accumulation_settings,added
 from .refusals import arguments
 
 # %% ../nbs/patch.ipynb #a1a5be23
@@ -28,7 +28,6 @@ class _On:
 @delegates(AccumulateStep)
 def turn_on_accumulation(
     n_step:int|Callable|None=None, # Micro-batches in a window: a number, or a schedule `pct -> int`
-    *unnamed,
     **kwargs
 ):
     """Accumulate in every fit of every `Learner` that has no `AccumulateStep`; an earlier setting is replaced
@@ -36,7 +35,7 @@ def turn_on_accumulation(
     Example: `turn_on_accumulation(4)`, then `learn.fine_tune(3)`. The arguments are those of `AccumulateStep`.
     It stays on, also for learners that you make later, until you call `turn_off_accumulation()`.
     https://fastai-accum.github.io/fastai_accum/patch.html"""
-    acc = AccumulateStep(n_step, *unnamed, **kwargs)   # raises an error for a wrong argument, and the earlier setting stays
+    acc = AccumulateStep(n_step, **kwargs)   # raises an error for a wrong argument, and the earlier setting stays
     before,defaults.accumulation[-1].kwargs = accumulation_settings(),dict(n_step=n_step, **kwargs)
     return _On(acc, before)
 
@@ -50,7 +49,6 @@ def turn_off_accumulation():
 @delegates(AccumulateStep)
 def accumulation(
     n_step:int|Callable|None=None, # Micro-batches in a window: a number, or a schedule `pct -> int`
-    *unnamed,
     **kwargs
 ):
     """Accumulate in a `with` block, then go back to the earlier setting
@@ -60,7 +58,7 @@ def accumulation(
     block = SimpleNamespace(kwargs=None)
     defaults.accumulation.append(block)
     try:
-        turn_on_accumulation(n_step, *unnamed, **kwargs)
+        turn_on_accumulation(n_step, **kwargs)
         yield
     finally: defaults.accumulation[:] = [o for o in defaults.accumulation if o is not block]
 
@@ -76,9 +74,9 @@ _fastais = getattr(Learner.fit, 'fastais', Learner.fit)   # also if this cell ru
 @patch_to(Learner)
 @wraps(_fastais)
 def fit(self, n_epoch, lr=None, wd=None, cbs=None, *args, **kwargs):
-    cbs = L(cbs)
-    if not is_added(self, cbs): return _fastais(self, n_epoch, lr, wd, cbs, *args, **kwargs)
-    acc = _OfOneFit(**accumulation_settings())
-    try: return _fastais(self, n_epoch, lr, wd, cbs+[acc], *args, **kwargs)
+    acc = added(self, L(cbs))
+    if not acc: return _fastais(self, n_epoch, lr, wd, cbs, *args, **kwargs)
+    acc.__class__ = _OfOneFit
+    try: return _fastais(self, n_epoch, lr, wd, L(cbs)+[acc], *args, **kwargs)
     finally: self.accumulate_step = acc   # fastai has removed it; keep it for its counts
 Learner.fit.fastais = _fastais

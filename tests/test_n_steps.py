@@ -2,7 +2,7 @@
 from harness import *
 from fastai_accum.patch import *
 from fastai_accum import processes as module
-from fastai_accum.know.schedules import *
+from fastai_accum.extras import *
 from fastai.callback.training import ShortEpochCallback
 
 def grows(pct): return 1 if pct<.3 else 3

@@ -184,7 +184,7 @@ def test_texts_are_measured_with_the_longest():
     config = dict(awd_lstm_clas_config, emb_sz=8, n_hid=12, n_layers=2)
     learn = quiet(text_classifier_learner(dls, AWD_LSTM, pretrained=False, config=config))
     found = fits(learn)
-    assert ways.largest_batch(learn)[0].shape[1]==max(len(o[0]) for o in dls.train_ds)
+    assert ways.Trials(learn, 1024).batch[0].shape[1]==max(len(o[0]) for o in dls.train_ds)
     assert found.ways[0].is_same and 'other dropout masks' in plain_slices(found).changes
     # though callbacks of RNNs keep activations
     about(ways.peak_bytes(lambda: learn.fit(2, cbs=NoValid())), found.ways[0].peak)

@@ -8,16 +8,13 @@ Docs: https://fastai-accum.github.io/fastai_accum/know/noise.html.md"""
 __all__ = ['unbiased', 'ratio_interval', 'Noise', 'squared', 'Measure', 'report', 'in_words', 'plot']
 
 # %% ../../nbs/know/noise.ipynb #noip0002
-import warnings
-from collections import namedtuple
 from fastai.basics import *
 from matplotlib.ticker import LogFormatter
 from scipy import stats
-from ..core import AccumulateStep,accumulation_settings,in_charge
-from .bench import Beside,unchanged
-from ..private import AnyBatchNorm
-from ..refusals import check_count,check_learner,is_a
-from ..proof.guard import Status,has_bar
+from ..core import AccumulateStep,added,in_charge
+from .bench import keep_off,splits_norms,unchanged
+from ..proof.guard import Status
+from ..refusals import check_count,check_learner
 
 # %% ../../nbs/know/noise.ipynb #6e07457f
 def unbiased(n, weight, sum_sq, mean_sq):
@@ -51,36 +48,27 @@ def squared(gs):
     return sum(map(one, gs))
 
 # %% ../../nbs/know/noise.ipynb #66e39e05
-class Measure(Beside):
+class Measure(Callback):
     "Notes the squares of gradients in `num_it` windows, and makes no step"
     order = 10.5   # after mixed precision, which divides by its scale, and before clipping
     win = None     # the window that is measured
     def __init__(self, num_it, status): self.num_it,self.status,self.rows = num_it,status,[]
     def grads(self): return {p:p.grad for p,*_ in self.learn.opt.all_params() if p.grad is not None}
 
-    def before_train(self):
-        if self.epoch or not any(isinstance(m, AnyBatchNorm) and m.training for m in self.model.modules()): return
-        warnings.warn("noise_scale: the model has batch norm, which sees one micro-batch at a time; "
-                      "this biases the noise scale; use BatchNormEval()")
-
-    def before_batch(self):
-        win = in_charge(self.learn).window
-        if win is not self.win: self.win,self.sq,self.n_seen,self.before = win,0,0,{}
-
     def after_backward(self):
-        now,weight = self.grads(),self.win.micro.weight
-        if weight:
-            added = [g-self.before[p] if p in self.before else g for p,g in now.items()]
-            self.sq += squared(added)*self.win.scale**2/weight
-            self.n_seen += 1
+        win,now = in_charge(self.learn).window,self.grads()
+        if win is not self.win: self.win,self.squares,self.before = win,[],{}
+        if win.micro.weight:
+            own = [g-self.before[p] if p in self.before else g for p,g in now.items()]
+            self.squares.append(squared(own)*win.scale**2/win.micro.weight)
         self.before = {p:g.clone() for p,g in now.items()}
 
     def before_step(self):
         win,scaler = self.win,vars(self.learn).get('scaler')
         by = scaler.get_scale() if scaler else 1
         whole = squared(self.grads().values())*(win.total/win.weight)**2
-        row = self.n_seen,win.weight,win.n_samples,self.sq/by**2,whole
-        if self.n_seen>1 and np.isfinite(row).all(): self.rows.append(row)
+        row = len(self.squares),win.weight,win.n_samples,sum(self.squares)/by**2,whole
+        if row[0]>1 and np.isfinite(row).all(): self.rows.append(row)
         raise CancelStepException
 
     def after_batch(self):
@@ -124,8 +112,7 @@ def plot(noise, grad_sq, suggested=None):
         ax.axhline(suggested, color='C1', ls='--', label='suggested window')
         ax.legend()
     ax.set(xlabel='windows', ylabel='noise scale (samples)', yscale='log')
-    ax.yaxis.set_major_formatter(LogFormatter())   # 60, not 6×10¹
-    ax.yaxis.set_minor_formatter(LogFormatter())
+    ax.yaxis.set(major_formatter=LogFormatter(), minor_formatter=LogFormatter())   # 60, not 6×10¹
 
 # %% ../../nbs/know/noise.ipynb #41f63cab
 @patch
@@ -139,23 +126,25 @@ def noise_scale(self:Learner,
     Example: `learn.noise_scale()`. A batch of more samples than this no longer saves many steps.
     An epoch of fewer than 4 windows raises a ValueError, several processes a RuntimeError.
     https://fastai-accum.github.io/fastai_accum/know/noise.html"""
-    check_count('noise_scale', 'n_step', n_step, least=2)
-    check_count('noise_scale', 'num_it', num_it, least=2)
+    for k,v in dict(n_step=n_step, num_it=num_it).items(): check_count('noise_scale', k, v, least=2)
     if num_distrib()>1: raise RuntimeError("noise_scale: call it in one process, before others start")
-    own = first(self.cbs, risinstance(AccumulateStep))   # what a fit would use
-    own = own or AccumulateStep(**(accumulation_settings() or dict(n_step=1)))
+    own = first(self.cbs, risinstance(AccumulateStep)) or added(self) or AccumulateStep(1)
     check_learner(own, self)
     n = len(self.dls.train)
     if n<4*n_step:
         raise ValueError(f"noise_scale: an epoch has {n} batches, too few to tell the gradient from its noise; it "
                          f"needs {4*n_step} or more. Take more data, or a smaller batch size in the loader")
+    if splits_norms(self):
+        warnings.warn("noise_scale: the model has batch norm, which sees one micro-batch at a time; "
+                      "this biases the noise scale; use BatchNormEval()")
     windows = AccumulateStep(n_step, average=own.average, weight=own.weight, drop_last=False)
     status = Status('noise_scale', self, num_it := min(num_it, 4*(n//n_step)))
     measure = Measure(num_it, status)
     try:
-        with unchanged(self),self.no_logging():
-            # the sums of `GradAccumDtype` are not in `grad`
-            self.remove_cbs(self.cbs.filter(lambda o: has_bar(o) or is_a(o, 'GradAccumDtype')))
+        with unchanged(self):
+            keep_off(self)
+            # its sums are not in `grad`
+            self.remove_cbs(self.cbs.filter(risinstance('GradAccumDtype')))
             self.fit(num_it//(n//n_step)+1, cbs=[windows, measure])
     finally: status.end()
     return report(measure.rows, n_step, n, show_plot)
