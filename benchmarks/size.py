@@ -17,8 +17,8 @@ from fastai_accum import private
 from fastai_accum.all import *
 
 root  = Path(__file__).resolve().parent.parent/'fastai_accum'
-promise = 'core loop windows loss processes refusals patch microbatch slices turns state'.split()
-buildings = 'private slices devices state modes', 'loss windows refusals processes loop', 'turns proof', 'memory', 'exact', 'microbatch core patch extras', 'know', 'all'
+promise = 'core loop windows loss processes refusals microbatch slices turns state'.split()
+buildings = 'private slices devices state modes', 'loss windows refusals processes loop', 'turns proof', 'memory', 'exact', 'microbatch core extras', 'know', 'all'
 
 def is_code(line): return line.strip() and not line.strip().startswith('#')
 

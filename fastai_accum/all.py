@@ -11,18 +11,17 @@ __all__ = []
 import inspect
 from fastcore.docments import docments
 from fastai.learner import Learner
-from fastai_accum import core,extras,microbatch,patch
+from fastai_accum import core,extras,microbatch
 from fastai_accum.extras import *
 from fastai_accum.know import check,noise,what_fits
 from fastai_accum.loss import loss_weight
 from fastai_accum.core import *
-from fastai_accum.patch import *
 from fastai_accum.microbatch import *
 from fastai_accum.memory.checkpointing import GradientCheckpointing
 from fastai_accum.memory.offload import OffloadActivations
 
 # %% ../nbs/index.ipynb #f21b2315
-__all__ = ['loss_weight', *core.__all__, *patch.__all__, *microbatch.__all__, *extras.__all__,
+__all__ = ['loss_weight', *core.__all__, *microbatch.__all__, *extras.__all__,
            'GradientCheckpointing', 'OffloadActivations']
 
 # %% ../nbs/index.ipynb #7e674d26

@@ -6,7 +6,7 @@ import os,signal,sys
 from contextlib import nullcontext
 from harness import *
 from fastai.distributed import *
-from fastai_accum.patch import *
+from fastai_accum.core import *
 from fastai_accum.microbatch import *
 import fastai_accum.all   # for `exact=True`
 from torch.nn.modules import batchnorm

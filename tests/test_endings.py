@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from harness import *
 import fastai_accum.all   # for `exact=True`
 from fastai_accum.extras import GradAccumDtype
-from fastai_accum.patch import *
+from fastai_accum.core import *
 
 N,BS,LARGE = 76,8,32
 MID,BOUNDARY,LAST = 5,7,9   # micro-batches: in the second window, its boundary, and the boundary of the tail

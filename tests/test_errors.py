@@ -2,7 +2,7 @@
 import pytest
 from harness import *
 from kinds import Odd
-from fastai_accum.patch import turn_on_accumulation
+from fastai_accum.core import *
 
 def learner(*cbs, n=64, bs=8, **kwargs): return make_learner(make_dls(n, bs), cbs=cbs, **kwargs)
 

@@ -3,7 +3,7 @@ import pickle,pytest,weakref
 from harness import *
 from fastai.callback.hook import ActivationStats
 from fastai_accum.loop import Counts
-from fastai_accum.patch import *
+from fastai_accum.core import *
 
 cases = dict(
     kept      = dict(cbs=lambda: AccumulateStep(4)),

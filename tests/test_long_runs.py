@@ -5,7 +5,7 @@ without accumulation."""
 import gc,os,pytest,sys
 from contextlib import nullcontext
 from harness import *
-from fastai_accum.patch import *
+from fastai_accum.core import *
 
 def learner(bs, path, cbs=None): return make_learner(make_dls(76, bs, shuffle=False), path=path, cbs=cbs)
 fits = dict(fit=lambda l,**kw: l.fit(4, 0.02, **kw), one_cycle=lambda l,**kw: l.fit_one_cycle(4, 0.02, **kw),

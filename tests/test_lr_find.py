@@ -3,7 +3,7 @@ import matplotlib,pytest
 from contextlib import nullcontext
 from dataclasses import dataclass
 from harness import *
-from fastai_accum.patch import *
+from fastai_accum.core import *
 matplotlib.use('Agg')
 
 suggest = [valley,slide,minimum,steep]

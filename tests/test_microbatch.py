@@ -4,7 +4,7 @@ from contextlib import nullcontext
 from weakref import WeakKeyDictionary
 from harness import *
 from kinds import Odd
-from fastai_accum.patch import *
+from fastai_accum.core import *
 
 modes = each(coupled=[False,True])
 ways = {}, dict(coupled=True), dict(exact=True)

@@ -1,6 +1,6 @@
 "`learn.n_steps` says before a fit how many steps the optimizer will make"
 from harness import *
-from fastai_accum.patch import *
+from fastai_accum.core import *
 from fastai_accum import processes as module
 from fastai_accum.extras import *
 from fastai.callback.training import ShortEpochCallback

@@ -8,7 +8,7 @@ from fastai_accum.extras import *
 from fastai_accum.loop import in_charge
 from fastai_accum.loss import loss_weight
 from fastai_accum.know.noise import *
-from fastai_accum.patch import accumulation
+from fastai_accum.core import *
 
 noise_scale = partial(Learner.noise_scale, show_plot=False)
 few = partial(noise_scale, n_step=2, num_it=6)   # of 12 batches

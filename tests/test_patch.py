@@ -2,7 +2,7 @@
 import pytest,threading,zipfile
 from functools import wraps
 from harness import *
-from fastai_accum.patch import *
+from fastai_accum.core import *
 from fastai_accum.core import accumulation_settings
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 import pytest
 from harness import *
 from fastai_accum.extras import *
-from fastai_accum.patch import *
+from fastai_accum.core import *
 
 class Low(Callback):
     "Inputs in the dtype of the model, and predictions in float64, so that the loss is exact"

@@ -2,7 +2,7 @@
 import pytest
 from harness import *
 from fastai_accum.microbatch import *
-from fastai_accum.patch import *
+from fastai_accum.core import *
 from fastai_accum.extras import *   # the plot
 
 def grows(pct): return 1 if pct<.3 else 3 if pct<.7 else 6
