@@ -607,7 +607,7 @@ shown = dict(
            'Compared: one step on 15 samples of the first 3 training batches',
            'AccumulateStep(n_step=2) as an example'),
     windows=(lambda: learner(cbs=AccumulateStep(2)), 'The micro-batches give the same gradient',
-             'relative error of the gradient'),
+             'the error is'),
     cuts_nothing=(lambda: learner(net(bn()), cbs=MicroBatch(8)), f'{whole}, since the bs of MicroBatch',
                   'with MicroBatch(bs=4) as an example', '-> MicroBatch(bs=4, exact=True);'),
     other_lengths=(other_lengths, 'of the first training batch', 'only between batches could not be compared'))

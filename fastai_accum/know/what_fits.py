@@ -10,6 +10,7 @@ __all__ = ['n_try', 'limit', 'peak_bytes', 'n_bytes', 'as_text', 'free_bytes', '
 
 # %% ../../nbs/know/ways.ipynb #649d69d4
 import gc
+from typing import NamedTuple
 from fastai.basics import *
 from ..core import AccumulateStep
 from ..devices import Autocast,api,counts_memory,free_memory,is_out_of_memory,synchronize
@@ -90,11 +91,14 @@ class Meter(Callback):
         if self.made>=n_most or len(self.ends)>20+n_try: raise CancelFitException
 
 # %% ../../nbs/know/ways.ipynb #ed36cbf2
-# line: what to write, empty for the learner as it is; fits: whether the peak is within the budget
-# peak: bytes of a step, beyond what was there, `None` if memory ran out; time: seconds for a step
-# changes: what is not as with the whole batch
-class Row(namedtuple('Row', 'line fits peak time changes', defaults=[False,None,None,'not known'])):
+class Row(NamedTuple):
     "A way to train, and what a step takes"
+    line:str                # The line to write; empty for the learner as it is
+    fits:bool=False         # Whether the peak is within the budget
+    peak:int=None           # Bytes of a step, beyond what was there; `None`: out of memory
+    time:float=None         # Seconds for a step
+    changes:str='not known' # What is not as with the whole batch
+
     is_same = property(lambda o: o.changes=='nothing')
 
 # %% ../../nbs/know/ways.ipynb #3a17c584
@@ -198,10 +202,12 @@ def best_of(ways):
     return first(o for o in fit if .9*o.time<=min(p.time for p in fit))
 
 # %% ../../nbs/know/ways.ipynb #74e38cac
-# ways: a `Row` for each line that was tried, the first is the learner as it is; budget: bytes that a step may take
-# note: what was measured, and what was left out
-class Fits(namedtuple('Fits', 'ways budget note')):
+class Fits(NamedTuple):
     "The result of `what_fits`"
+    ways:list  # A `Row` for each line that was tried; the first is the learner as it is
+    budget:int # Bytes that a step may take
+    note:str   # What was measured, and what was left out
+
     best = property(lambda o: best_of(o.ways))   # `None` if nothing fits
 
     @property
