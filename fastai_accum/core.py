@@ -107,7 +107,7 @@ def n_steps(self:Learner,
     if acc is None: return n_epoch*len(dl)
     check_learner(acc, self)
     fit = SimpleNamespace(dls=self.dls, n_epoch=n_epoch)
-    plans = [acc.windows(fit, dl, i, n_procs) for i in range(n_epoch)]
+    plans = [acc.in_windows(fit, dl, i, n_procs) for i in range(n_epoch)]
     for o in plans: check_size(acc, o)
     if None not in [o.ends for o in plans]: return sum(map(len, plans))
     raise ValueError("n_steps: the loader has no batch size, so nobody knows how many batches "

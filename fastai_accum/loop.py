@@ -71,21 +71,17 @@ class WindowCallback(Callback):
         "Whether the optimizer steps after the current micro-batch; always `False` in validation"
         return self.window is not None and self.window.is_last and self.window.learn.training
 
-    def windows(self, learn, dl, epoch=0, n_procs=1):
+    def in_windows(self, learn, dl, epoch=0, n_procs=1):
         "The windows of an epoch of `dl`"
-        by_samples = self.n_samples is not None
-        given = self.n_samples if by_samples else self.n_step
+        name = 'n_step' if self.n_samples is None else 'n_samples'
+        given,by_samples = getattr(self, name),name=='n_samples'
         def size(share):
-            n = self.from_schedule(learn, epoch+share) if callable(given) else given
+            n = given
+            if callable(given):   # a schedule
+                pct = 0. if 'lr_finder' in vars(learn) else min(1., (epoch+share)/learn.n_epoch)
+                n = check_count(self, f'{name} at pct={pct:.4g}', given(pct), scheduled)
             return -(-n//n_procs) if by_samples else n   # several processes fill a window together
         return Windows(dl, size, partial(n_of, learn.dls), by_samples, self.drop_last)
-
-    def from_schedule(self, learn, n_epochs):
-        "What the schedule says after `n_epochs` epochs, a fraction"
-        name = 'n_step' if self.n_samples is None else 'n_samples'
-        pct = 0. if 'lr_finder' in vars(learn) else min(1., n_epochs/learn.n_epoch)
-        n = getattr(self, name)(pct)
-        return check_count(self, f'{name} at pct={pct:.4g}', n, scheduled)
 
 # %% ../nbs/loop.ipynb #9c72bd91
 def is_on(cb, training): return cb.run and (cb.run_train if training else cb.run_valid)
@@ -128,7 +124,7 @@ def begin(self:WindowCallback):
     setattr(learn, self.name, self)   # fastai forgets it when it removes another of this name
     vars(self).update(counts=Counts(), scale=None, last_loss=None, left_out=False, floor=None)
     if in_charge(learn) is not self: return
-    windows = self.windows(learn, learn.dls.train)
+    windows = self.in_windows(learn, learn.dls.train)
     if windows.ends!=[]: note_batch_norm(self, learn)   # otherwise, an error comes soon
     self.lengthen_lr_find(windows)
 
@@ -138,9 +134,7 @@ def lengthen_lr_find(self:WindowCallback, windows):
     "Give `lr_find` enough epochs for the steps that it counts"
     learn = self.learn
     num_it = getattr(vars(learn).get('lr_finder'), 'num_it', None)
-    if not num_it: return
-    is_own = learn.n_epoch==num_it//len(learn.dls.train)+1
-    if not is_own: return   # somebody's `fit(5, cbs=LRFinder())`
+    if not num_it or learn.n_epoch!=num_it//len(learn.dls.train)+1: return   # or somebody's `fit(5, cbs=LRFinder())`
     n_steps = len(windows) if windows.ends else 1   # at least 1, if nobody knows how many
     learn.n_epoch = num_it//n_steps + 1
 
@@ -159,21 +153,20 @@ class Epoch:
         self.acc,self.learn = acc,learn
         self.group = processes(learn.model, 3+len(parameters(learn)))
         self.slicer = first(window_callbacks(learn), attrgetter('cuts'))
-        self.windows = self.plan(learn.epoch)
+        in_windows = partial(acc.in_windows, learn, learn.dl, n_procs=self.group.n)
+        self.windows = in_windows(learn.epoch)
         self.n_before = acc.counts.n_samples   # samples of the epochs before this one
-        if not self.n_before: self.check()
+        if not self.n_before: self.check(in_windows)
         self.is_mean = loss_reduction(learn.loss_func)!='sum'
         self.averages = acc.averages(learn.loss_func)
         self.each = learn.cbs.sorted('order').filter(wants_each)
         self.metrics = train_metrics(vars(learn).get('recorder'))
 
-    def plan(self, i): return self.acc.windows(self.learn, self.learn.dl, i, self.group.n)
-
-    def check(self):
+    def check(self, in_windows):
         "Refuse windows and losses that cannot work in this fit"
         acc = self.acc
         later = range(self.learn.epoch+1, self.learn.n_epoch) if acc.varies else ()
-        check_plan(acc, self.windows, *map(self.plan, later))
+        check_plan(acc, self.windows, *map(in_windows, later))
         check_loss(acc, self.learn.loss_func)
         if self.group.synced:
             # gradients pass through the norms of the other processes, so all need the same scale now

@@ -59,11 +59,11 @@ class Windows:
         self.n_drawn = self.n_samples = 0   # batches and samples that have come
         self.is_full = False                # whether the current window has all its batches
         self.expected = None                # the samples that fill the current window
-        self.ends = self.plan()             # after which batches the windows end, if that is known
+        self.ends = self.find_ends()        # after which batches the windows end, if that is known
 
     def __len__(self): return self.n_batches if self.ends is None else len(self.ends)
 
-    def plan(self):
+    def find_ends(self):
         "After which batches the windows end; `None` if samples count, and `dl` has no batch size"
         if self.by_samples and not self.bs: return None
         ends = []
@@ -108,14 +108,14 @@ def __iter__(self:Windows):
                 return
         head = [b]
         del b   # or it would stay in memory until the window ends
-        yield self.window(chain(_pop(head), batches), self.size(self.share(n_before)))
+        yield self.fill(chain(_pop(head), batches), self.size(self.share(n_before)))
         i += 1
 
 def _pop(bs): yield bs.pop()
 
 # %% ../nbs/windows.ipynb #6b7ee7df
 @patch
-def window(self:Windows, batches, size):
+def fill(self:Windows, batches, size):
     "The batches of one window, each with its samples, and whether it is expected to be the last"
     n_here = 0   # samples or batches so far
     self.is_full = False
