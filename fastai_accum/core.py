@@ -93,8 +93,7 @@ def n_steps(self:Learner,
     Example: `OneCycleLR(opt, max_lr=.1, total_steps=learn.n_steps(5))` before `learn.fit(5)`.
     https://fastai-accum.github.io/fastai_accum/core.html"""
     n_epoch = check_count('n_steps', 'n_epoch', n_epoch)
-    if not self.dls or not self.dls.loaders:
-        raise ValueError("n_steps: the learner has no training loader; set `learn.dls`")
+    check_loader('n_steps', self)
     for o in self.cbs:
         if is_a(o, 'GradientAccumulation', 'ShortEpochCallback', 'SkipToEpoch'):
             raise ValueError(f"n_steps: fastai's {type(o).__name__} decides when to step or to stop, so nobody knows "

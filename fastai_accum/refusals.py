@@ -6,8 +6,8 @@ Docs: https://fastai-accum.github.io/fastai_accum/refusals.html.md"""
 
 # %% auto #0
 __all__ = ['scheduled', 'NotProved', 'is_schedule', 'check_count', 'check_flags', 'check_function', 'refuse_unknown', 'is_a',
-           'arguments', 'as_line', 'makes_windows', 'is_validation', 'check_learner', 'warn_left_out', 'check_loss',
-           'check_plan', 'check_size', 'note_batch_norm']
+           'arguments', 'as_line', 'check_loader', 'makes_windows', 'is_validation', 'check_learner', 'warn_left_out',
+           'check_loss', 'check_plan', 'check_size', 'splits_norms', 'note_batch_norm']
 
 # %% ../nbs/refusals.ipynb #16ecd46e
 import inspect,warnings
@@ -96,6 +96,10 @@ def as_line(cb, learn='learn'):
     cls = first(o for o in type(cb).__mro__ if o.__name__ in _methods)
     return f"{learn}.{_methods[cls.__name__]}({arguments(cb, cls).removeprefix('bs=')})"
 
+def check_loader(who, learn):
+    if not learn.dls or not learn.dls.loaders:
+        raise ValueError(f"{who}: the learner has no training loader; set `learn.dls`")
+
 def makes_windows(cb):
     "Whether `cb`, a callback or a class of callbacks, is an `AccumulateStep` or a `MicroBatch`"
     return hasattr(cb if isinstance(cb, type) else type(cb), 'train_epoch')
@@ -163,13 +167,16 @@ def check_size(acc, w):
     if there and size>there: warnings.warn(f"{msg}, so each epoch makes one step", stacklevel=2)
 
 # %% ../nbs/refusals.ipynb #a5902a03
+def splits_norms(learn):
+    "Whether micro-batches change what batch norm sees"
+    has_norm = any(isinstance(m, AnyBatchNorm) for m in learn.model.modules())
+    return has_norm and not learn.cbs.filter(risinstance('BatchNormEval'))
+
 _noted = WeakSet()   # the learners that have had the note
 
 def note_batch_norm(acc, learn):
     "Print once per learner that batch norm sees a part of a window, and the line that changes this"
-    if learn in _noted or rank_distrib() or 'lr_finder' in vars(learn): return
-    has_norm = any(isinstance(m, AnyBatchNorm) for m in learn.model.modules())
-    if not has_norm or any(is_a(o, 'BatchNormEval') for o in learn.cbs): return
+    if learn in _noted or rank_distrib() or 'lr_finder' in vars(learn) or not splits_norms(learn): return
     bs = batch_size(learn.dls.train)
     cut = first(o for o in learn.cbs if makes_windows(o) and o.cuts and not o.exact)
     part = cut and (cut.fits.get(True) if cut.bs=='auto' else cut.bs)

@@ -18,7 +18,7 @@ from ..modes import eager,quiet
 from ..private import split_batch
 from ..proof.guard import Status,guard
 from ..proof.record import first_unlike
-from ..refusals import NotProved,check_count
+from ..refusals import NotProved,check_count,check_loader
 from ..slices import Refused
 from ..state import refuse_lazy
 
@@ -176,8 +176,7 @@ def check_accumulation(self:Learner,
         raise ValueError("check_accumulation: a GANLearner trains two models in turn. Check each "
                          "of them in a Learner of its own, with its own loss")
     refuse_lazy('check_accumulation', self.model)
-    if not self.dls:
-        raise ValueError("check_accumulation: the learner has no training loader; set `learn.dls`")
+    check_loader('check_accumulation', self)
     status = Status('The gradients are compared', self, 6)
     try:
         with quiet(),eager(self.model): return checked(Bench(self, bs, status))

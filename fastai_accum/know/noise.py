@@ -12,9 +12,9 @@ from fastai.basics import *
 from matplotlib.ticker import LogFormatter
 from scipy import stats
 from ..core import AccumulateStep,added,in_charge
-from .bench import keep_off,splits_norms,unchanged
+from .bench import keep_off,unchanged
 from ..proof.guard import Status
-from ..refusals import check_count,check_learner
+from ..refusals import check_count,check_learner,splits_norms
 
 # %% ../../nbs/know/noise.ipynb #6e07457f
 def unbiased(n, weight, sum_sq, mean_sq):

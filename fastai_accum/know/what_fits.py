@@ -14,12 +14,12 @@ from typing import NamedTuple
 from fastai.basics import *
 from ..core import AccumulateStep
 from ..devices import Autocast,api,counts_memory,free_memory,is_out_of_memory,synchronize
-from .bench import first_batches,said,splits_norms,train_on,unchanged
+from .bench import first_batches,said,train_on,unchanged
 from ..memory.checkpointing import GradientCheckpointing
 from ..memory.offload import OffloadActivations
 from ..microbatch import MicroBatch
 from ..proof.guard import Status,forget_failed
-from ..refusals import NotProved,as_line
+from ..refusals import NotProved,as_line,check_loader,splits_norms
 from ..slices import leaves
 from ..windows import n_of
 
@@ -252,8 +252,7 @@ def what_fits(self:Learner,
     It takes about two minutes at most. It needs one process, and a loader with a batch.
     https://fastai-accum.github.io/fastai_accum/know/what_fits.html"""
     if num_distrib()>1: raise RuntimeError("what_fits: call it in one process, before others start")
-    if not self.dls or not self.dls.loaders:
-        raise ValueError("what_fits: the learner has no training loader; set `learn.dls`")
+    check_loader('what_fits', self)
     own = first(self.cbs, risinstance((MicroBatch,GradientCheckpointing,OffloadActivations)))
     if own:
         raise ValueError(f"what_fits: the learner has {own!r} already; remove it, and ask again: "
