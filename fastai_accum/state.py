@@ -314,7 +314,7 @@ class ModelState(State):
 
     def late(self, part, but=()):
         "The keys of what has changed, although it is not in the `part`, nor a buffer whose `id` is in `but`"
-        known = {*map(id, part.objects), *(id(bs) for bs,_ in part.places), *map(_key, part.places)}
+        known = {*map(id, part.objects), *map(_key, part.places)}
         now = [bs.get(k) for bs,k in self.places]
         moved = {_key(p) for p,t,v in zip(self.places, now, self.versions) if version_of(t)!=v and id(t) not in but}
         return {*map(id, self.changed()), *moved}-known

@@ -1,4 +1,4 @@
-"""The model runs slice by slice, while callbacks, the loss and metrics see one batch
+"""The model runs slice by slice, while callbacks, the loss and metrics see slices, or one batch
 
 Docs: https://fastai-accum.github.io/fastai_accum/turns.html.md"""
 
@@ -13,7 +13,7 @@ from fastai.basics import *
 from torch.utils.checkpoint import checkpoint
 from .private import buffer_dict,change_hidden,copy_all,has_hidden,tree_flatten,tree_unflatten
 from .slices import NotPossible,Refused,join,keys,leaves,n_rows,tree_map,versions
-from .state import ModelState,State,buffers,container,held,is_generator
+from .state import ModelState,State,buffers,container,everybodys,held,is_generator
 from .windows import n_of
 
 # %% ../nbs/turns.ipynb #ccfbae69
@@ -190,12 +190,13 @@ class Coupled:
     more = ()        # objects beside the model that it can change
     def __init__(self, micro):
         self.micro,self.model = micro,get_model(micro.learn.model)
+        self.generators = everybodys(self.model)
         self.found = {(id(bs),k) for bs,k in buffers(self.model)}   # what slices change
 
     def parts(self, learn, b):
         with self.micro.sliced(learn): yield b,n_of(learn.dls, b),True
 
-    def state(self): return ModelState(self.model, [*held(self.model), *self.more])
+    def state(self): return ModelState(self.model, [*held(self.model), *self.more], self.generators)
 
     def run(self, learn, forward, xb, parts, sizes):
         "The predictions for each slice"

@@ -92,8 +92,7 @@ def _is_known(func):
     return drawn(func) in _known and func not in _by_values and not re.search(r'\..*out$', func.name())
 
 # %% ../../nbs/exact/draws.ipynb #43023040
-_instead = ("Leave exact out, or take GradientCheckpointing() or OffloadActivations() "
-            "instead of MicroBatch")
+_instead = "Leave exact out, or take GradientCheckpointing() or OffloadActivations() instead of MicroBatch"
 _by_text = ("Give the text_classifier_learner and its TextDataLoaders a seq_len as long as your "
             "longest text, or leave exact out")
 _by_steps = ("Let PyTorch compute attention step by step: call fit inside of `with torch.nn.attention."
@@ -115,8 +114,7 @@ def _axes(x, y, n, m):
                    "which dimension has the samples. Draw a row for each sample")
     if not _is_known(y.func):
         hint = _by_steps if 'attention' in drawn(y.func) else _instead
-        _refuse(y, "We don't know how to give a slice its part of what this operation draws for "
-                   "the batch", hint)
+        _refuse(y, "We don't know how to give a slice its part of what this operation draws for the batch", hint)
     return axes
 
 def batch_dims(a, b, n, m):
@@ -127,8 +125,7 @@ def batch_dims(a, b, n, m):
 class BatchDraws:
     "What a batch of `total` samples draws, after the `plan` that `batch_dims` has made"
     def __init__(self, plan, total, generators=()):
-        self.plan = plan
-        self.total = total
+        self.plan,self.total = plan,total
         self.drawn = {}   # the numbers of each draw, on the host
         self.shared = list(generators)   # a draw without a generator of its own takes one of these
         self.ends = [(g, g.get_state()) for g in self.shared]   # each generator, after each draw
@@ -138,8 +135,7 @@ class BatchDraws:
         left = [g.get_state() for g in self.shared]
         for g,state in self.ends: g.set_state(state)
         if all(torch.equal(g.get_state(), state) for g,state in zip(self.shared, left)): return
-        _differs('the model draws in a function that drew nothing for the first samples, '
-                 'or sets a seed')
+        _differs('the model draws in a function that drew nothing for the first samples, or sets a seed')
 
 def _differs(what):
     raise Differs(f"MicroBatch: exact=True is not possible: {what}; what it draws must not "
@@ -158,8 +154,7 @@ class SliceDraws(TorchDispatchMode):
         if self.at<len(self.batch.plan): self._differs('nothing more')
 
     def _differs(self, now):
-        _differs(f'after {self.at} draws, the model draws {now}, which is not what it drew for '
-                 'the first samples')
+        _differs(f'after {self.at} draws, the model draws {now}, which is not what it drew for the first samples')
 
     def _is_next(self, func, given):
         "Whether the plan goes on with `func`, and with arguments of these sizes"

@@ -34,9 +34,8 @@ class Exact(Coupled):
         self.plans = {}
         self.texts = first(m for m in self.model.modules() if hasattr(m, 'bptt') and hasattr(m, 'pad_idx'))
         if micro.learn.cbs.filter(risinstance(GradientCheckpointing)):
-            raise Refused("MicroBatch: exact=True and GradientCheckpointing cannot be combined; "
-                             "remove GradientCheckpointing, since exact=True keeps the activations "
-                             "on the host already")
+            raise Refused("MicroBatch: exact=True and GradientCheckpointing cannot be combined; remove "
+                          "GradientCheckpointing, since exact=True keeps the activations on the host already")
         refuse(micro.learn.model)
 
     def run(self, learn, forward, xb, parts, sizes):
@@ -58,9 +57,8 @@ def refuse(model):
     "Refuse a model whose batch norms or random numbers cannot be seen from outside"
     for name,m in model.named_modules():
         if is_compiled(m) or isinstance(m, (torch.jit.ScriptModule,nn.DataParallel)):
-            raise Refused(f"MicroBatch: exact=True cannot see into the {type(m).__name__} "
-                             f"{name or 'model'!r}, which is compiled or runs in several threads; "
-                             "leave exact out")
+            raise Refused(f"MicroBatch: exact=True cannot see into the {type(m).__name__} {name or 'model'!r}, "
+                          "which is compiled or runs in several threads; leave exact out")
 
 # %% ../../nbs/exact/whole.ipynb #77fdb5ef
 def refuse_long(model, lengths):
@@ -69,8 +67,8 @@ def refuse_long(model, lengths):
     if not bptt or len({-(-n//bptt) for n in lengths})<2: return
     n = max(lengths)
     raise Refused(f"MicroBatch: exact=True is not possible: a text has {n} tokens, and the model reads "
-                     f"pieces of seq_len={bptt}, of a short text fewer. Pass seq_len={n} to TextDataLoaders "
-                     "and text_classifier_learner, or write learn.gradient_checkpointing() in its place")
+                  f"pieces of seq_len={bptt}, of a short text fewer. Pass seq_len={n} to TextDataLoaders "
+                  "and text_classifier_learner, or write learn.gradient_checkpointing() in its place")
 
 # %% ../../nbs/exact/whole.ipynb #cfefb39c
 @patch

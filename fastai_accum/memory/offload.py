@@ -176,6 +176,8 @@ class Host(Copies):
         is_expanded = memory.nbytes()<t.nbytes   # then its copy is larger
         return is_expanded or memory.data_ptr() in self.own
 
+    def is_models(self, t): return _addresses([t])<=self.models   # or of a class of its own
+
     def put(self, t):
         "What is kept of `t`: the tensor itself if it stays, otherwise a `Kept`"
         if isinstance(t, Kept) or self.stays(t): return t
