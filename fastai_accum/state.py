@@ -304,7 +304,8 @@ class ModelState(State):
     def only(self, found):
         "The part of it with the keys `found`, and with the lists and dictionaries that its objects hold now"
         objects = [o for o in self.objects if id(o) in found]
-        objects += [v for o in objects for _,v in items(o) if isinstance(v, (dict,list,set))]   # maybe made anew for each batch
+        # a model may make them anew for each batch
+        objects += [v for o in objects for _,v in items(o) if isinstance(v, (dict,list,set))]
         buffers = [o for o in zip(self.places, self.tensors) if _key(o[0]) in found]
         res = copy(self)
         res.objects = list({id(o):o for o in objects}.values())

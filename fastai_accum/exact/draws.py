@@ -38,9 +38,10 @@ def _generator(given, kwargs):
 # %% ../../nbs/exact/draws.ipynb #f24ccb59
 class Draws(TorchDispatchMode):
     "A context that notes in `draws` what is drawn; at its end, the generators go back"
-    def __init__(self, where=lambda: ('',None)): # Returns the module and the function that are running
+    def __init__(self, where=lambda: ('',None)): # Returns the running module and function
         super().__init__()
-        self.where,self.draws = where,[]
+        self.where = where
+        self.draws = []
         self.states = {}   # of each generator, before its first draw
 
     def __exit__(self, *args):
@@ -92,7 +93,8 @@ def _is_known(func):
     return drawn(func) in _known and func not in _by_values and not re.search(r'\..*out$', func.name())
 
 # %% ../../nbs/exact/draws.ipynb #43023040
-_instead = "Leave exact out, or take GradientCheckpointing() or OffloadActivations() instead of MicroBatch"
+_instead = ("Leave exact out, or take GradientCheckpointing() or OffloadActivations() "
+            "instead of MicroBatch")
 _by_text = ("Give the text_classifier_learner and its TextDataLoaders a seq_len as long as your "
             "longest text, or leave exact out")
 _by_steps = ("Let PyTorch compute attention step by step: call fit inside of `with torch.nn.attention."
@@ -114,18 +116,20 @@ def _axes(x, y, n, m):
                    "which dimension has the samples. Draw a row for each sample")
     if not _is_known(y.func):
         hint = _by_steps if 'attention' in drawn(y.func) else _instead
-        _refuse(y, "We don't know how to give a slice its part of what this operation draws for the batch", hint)
+        _refuse(y, "We don't know how to give a slice its part of what this operation draws for "
+                   "the batch", hint)
     return axes
 
 def batch_dims(a, b, n, m):
-    "Each of the draws `b` of `m` samples, with the `Axis` of each of its sizes, if `a` are those of `n`"
+    "Each of the draws `b` of `m` samples, with the `Axis` of its sizes; `a` are those of `n`"
     return [(y, _axes(x, y, n, m)) for x,y in zip_longest(a, b)]
 
 # %% ../../nbs/exact/draws.ipynb #d0fa215e
 class BatchDraws:
     "What a batch of `total` samples draws, after the `plan` that `batch_dims` has made"
     def __init__(self, plan, total, generators=()):
-        self.plan,self.total = plan,total
+        self.plan = plan
+        self.total = total
         self.drawn = {}   # the numbers of each draw, on the host
         self.shared = list(generators)   # a draw without a generator of its own takes one of these
         self.ends = [(g, g.get_state()) for g in self.shared]   # each generator, after each draw
@@ -135,7 +139,8 @@ class BatchDraws:
         left = [g.get_state() for g in self.shared]
         for g,state in self.ends: g.set_state(state)
         if all(torch.equal(g.get_state(), state) for g,state in zip(self.shared, left)): return
-        _differs('the model draws in a function that drew nothing for the first samples, or sets a seed')
+        _differs('the model draws in a function that drew nothing for the first samples, or sets '
+                 'a seed')
 
 def _differs(what):
     raise Differs(f"MicroBatch: exact=True is not possible: {what}; what it draws must not "
@@ -154,7 +159,8 @@ class SliceDraws(TorchDispatchMode):
         if self.at<len(self.batch.plan): self._differs('nothing more')
 
     def _differs(self, now):
-        _differs(f'after {self.at} draws, the model draws {now}, which is not what it drew for the first samples')
+        _differs(f'after {self.at} draws, the model draws {now}, which is not what it drew for '
+                 'the first samples')
 
     def _is_next(self, func, given):
         "Whether the plan goes on with `func`, and with arguments of these sizes"
@@ -167,16 +173,16 @@ class SliceDraws(TorchDispatchMode):
         return True
 
     def _part(self, func, given, args, kwargs):
-        "The rows of the slice in the next draw; the first slice that comes here draws for the whole batch"
-        batch,at,g = self.batch,self.at,_generator(given, kwargs)
-        draw,axes = batch.plan[at]
-        if at not in batch.drawn:
+        "The rows of the slice in the next draw; the first slice draws for the whole batch"
+        batch,g = self.batch,_generator(given, kwargs)
+        draw,axes = batch.plan[self.at]
+        if self.at not in batch.drawn:
             big = [self._grow(*o) for o in zip(given, draw.sizes, draw.strides, axes)]
             a,kw = tree_unflatten(big, tree_flatten((args,kwargs))[1])
-            batch.drawn[at] = tree_flatten(func(*a, **kw))[0][-1].cpu()
+            batch.drawn[self.at] = tree_flatten(func(*a, **kw))[0][-1].cpu()
             batch.ends.append((g, g.get_state()))
-        rows,axis = batch.drawn[at],axes[-1]
-        if axis: rows = rows.narrow(axis.dim, axis.rows*self.i, axis.rows*self.n)
+        rows = batch.drawn[self.at]
+        if axes[-1]: rows = rows.narrow(axes[-1].dim, *(axes[-1].rows*o for o in (self.i,self.n)))
         self.at += 1
         return _result(func, given, rows, g.device)
 

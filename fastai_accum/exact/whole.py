@@ -32,19 +32,23 @@ class Exact(Coupled):
         super().__init__(micro)
         self.host = Host(self.model, looks_ahead=False)
         self.plans = {}
-        self.texts = first(m for m in self.model.modules() if hasattr(m, 'bptt') and hasattr(m, 'pad_idx'))
+        reads = [m for m in self.model.modules() if hasattr(m, 'bptt') and hasattr(m, 'pad_idx')]
+        self.pad = reads[0].pad_idx if reads else None   # if it reads texts in pieces
         if micro.learn.cbs.filter(risinstance(GradientCheckpointing)):
-            raise Refused("MicroBatch: exact=True and GradientCheckpointing cannot be combined; remove "
-                          "GradientCheckpointing, since exact=True keeps the activations on the host already")
+            raise Refused("MicroBatch: exact=True and GradientCheckpointing cannot be combined; "
+                          "remove GradientCheckpointing, since exact=True keeps the activations "
+                          "on the host already")
         refuse(micro.learn.model)
 
     def run(self, learn, forward, xb, parts, sizes):
         "The predictions for each slice"
-        if learn.training and self.texts: refuse_long(self.model, (xb[0]!=self.texts.pad_idx).sum(1).tolist())
+        if learn.training and self.pad is not None:
+            refuse_long(self.model, (xb[0]!=self.pad).sum(1).tolist())
         if sizes is None: return super().run(learn, forward, xb, parts, sizes)   # no targets to count
         def run():
             plan = self.plan(forward, xb, sum(sizes), partial(self.micro.cut_inputs, learn))
-            return self.in_turns(plan.found, partial(self.run_slices, plan, forward, parts, sizes), plan.norms)
+            slices = partial(self.run_slices, plan, forward, parts, sizes)
+            return self.in_turns(plan.found, slices, plan.norms)
         with lent(batchnorm, sync_batch_norm=synced):
             try: return run()
             except Differs:   # such as layers that are left out at random
@@ -57,8 +61,9 @@ def refuse(model):
     "Refuse a model whose batch norms or random numbers cannot be seen from outside"
     for name,m in model.named_modules():
         if is_compiled(m) or isinstance(m, (torch.jit.ScriptModule,nn.DataParallel)):
-            raise Refused(f"MicroBatch: exact=True cannot see into the {type(m).__name__} {name or 'model'!r}, "
-                          "which is compiled or runs in several threads; leave exact out")
+            raise Refused(f"MicroBatch: exact=True cannot see into the {type(m).__name__} "
+                          f"{name or 'model'!r}, which is compiled or runs in several threads; "
+                          "leave exact out")
 
 # %% ../../nbs/exact/whole.ipynb #77fdb5ef
 def refuse_long(model, lengths):
@@ -104,7 +109,8 @@ def watch(state, forward, xb):
     dry.run(forward, [xb], lambda _: [draws,at,Host(model).hooks()])
     moved = dry.moved-norms
     found = {*dry.changed, *((id(bs),k) for bs,k in state.places if id(bs[k]) in moved or id(bs) in dry.changed)}
-    return SimpleNamespace(draws=draws.draws, inside={o.inside for o in draws.draws}, norms=norms, found=found)
+    inside = {o.inside for o in draws.draws}
+    return SimpleNamespace(draws=draws.draws, inside=inside, norms=norms, found=found)
 
 # %% ../../nbs/exact/whole.ipynb #7b374706
 @patch

@@ -78,12 +78,21 @@ class Kept:
         self.before = before   # a weak reference to the `Kept` made before it
         self.ahead = None      # the tensor back on its device, and the event of its arrival
 
-# %% ../../nbs/memory/offload.ipynb #477dd721
+def _is_here(t): return t.device.type in ('cpu','meta')   # on the host already
+
+def _is_plain(t):
+    "Whether `t` is an ordinary tensor, and not of a class with its own operations"
+    if t.layout is not torch.strided or t.is_quantized or t.is_nested: return False
+    return type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+def _addresses(ts): return {t.untyped_storage().data_ptr() for t in ts if isinstance(t, Tensor) and _is_plain(t)}
+
 @lru_cache(None)
 def side_stream(device): return api(device).Stream(device)   # for the copies from and to `device`
 
 def _current(device): return api(device).current_stream(device)
 
+# %% ../../nbs/memory/offload.ipynb #477dd721
 class Copies:
     "Tensors on their way between devices and the host, while the model goes on"
     share = 1/128   # of the bytes that a forward pass puts on the host, so many may be on their way at once
@@ -147,15 +156,6 @@ class Copies:
             room -= o.t.nbytes
 
 # %% ../../nbs/memory/offload.ipynb #5fa5a872
-def _is_here(t): return t.device.type in ('cpu','meta')   # on the host already
-
-def _is_plain(t):
-    "Whether `t` is an ordinary tensor, and not of a class with its own operations"
-    if t.layout is not torch.strided or t.is_quantized or t.is_nested: return False
-    return type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
-
-def _addresses(ts): return {t.untyped_storage().data_ptr() for t in ts if isinstance(t, Tensor) and _is_plain(t)}
-
 class Host(Copies):
     "Keeps tensors in the memory of the host, except what `model` holds anyway"
     least = 1024    # bytes of the smallest tensor that moves
@@ -173,8 +173,8 @@ class Host(Copies):
         "Whether `t` stays where it is"
         if not _is_plain(t) or _is_here(t) or t.nbytes<self.least: return True
         memory = t.untyped_storage()
-        is_expanded = memory.nbytes()<t.nbytes   # then its copy is larger
-        return is_expanded or memory.data_ptr() in self.own
+        # the copy of an expanded tensor is larger
+        return memory.nbytes()<t.nbytes or memory.data_ptr() in self.own
 
     def is_models(self, t): return _addresses([t])<=self.models   # or of a class of its own
 
