@@ -101,7 +101,7 @@ def join(preds, sizes, path='pred'):
     if all(_is_same(p, o) for p in preds): return o
     shape = f' of shape {tuple(o.shape)}' if is_array(o) else ''
     raise Refused(f"MicroBatch: the slices cannot be joined, because for {sizes[0]} samples {path} is "
-                  f"a {type(o).__name__}{shape}; {_instead(preds, sizes)}, or pass valid=False, so "
+                  f"a {type(o).__name__}{shape}; {_remedy(preds, sizes)}, or pass valid=False, so "
                   "that validation is not cut")
 
 def _is_same(p, o):
@@ -109,7 +109,7 @@ def _is_same(p, o):
     if is_array(o): return math.prod(o.shape)==1 and p.shape==o.shape and (p is o or bool((p==o).all()))
     return p==o if isinstance(p, (str,bool,int,float)) else p is o and not holds_tensors(o)
 
-def _instead(preds, sizes):
+def _remedy(preds, sizes):
     o = preds[0]
     if type(o).__name__.endswith('Cache'): return 'set model.config.use_cache=False'
     if not is_array(o): return 'return one row per sample'

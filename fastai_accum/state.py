@@ -6,8 +6,8 @@ Docs: https://fastai-accum.github.io/fastai_accum/state.html.md"""
 
 # %% auto #0
 __all__ = ['shared', 'Lent', 'lent', 'take_back', 'is_generator', 'container', 'items', 'held', 'arrays', 'contents', 'is_as',
-           'Noted', 'with_memory', 'State', 'generators', 'seed', 'buffers', 'clones', 'version_of', 'everybodys',
-           'refuse_lazy', 'ModelState', 'modes']
+           'Noted', 'with_memory', 'State', 'generators', 'everybodys', 'seed', 'buffers', 'clones', 'version_of',
+           'refuse_lazy', 'ModelState', 'switches']
 
 # %% ../nbs/state.ipynb #db10d708
 from collections import deque
@@ -108,9 +108,11 @@ def arrays(objects): return [v for o in objects for _,v in items(o) if is_array(
 def contents(o):
     "A copy of what `o` holds now; of a generator, its state; of a variable of a closure, its value"
     if isinstance(o, CellType): return o.cell_contents if o!=CellType() else o
-    if not is_generator(o): return copy(container(o))
     if isinstance(o, np.random.Generator): return o.bit_generator.state
-    return o.getstate() if isinstance(o, random.Random) else o.get_state()
+    if is_generator(o): return o.getstate() if isinstance(o, random.Random) else o.get_state()
+    now = container(o)
+    if isinstance(now, dict): return dict(now)   # nearly always
+    return set(now) if isinstance(now, set) else list(now)
 
 def _put(o, was):
     "Let `o` hold `was`"
@@ -126,8 +128,6 @@ def _put(o, was):
         if isinstance(now, (dict,set)): now.update(was)
         else: now.extend(was)
 
-def _ids(vs): return list(map(id, vs))
-
 def is_as(o, was):
     "Whether `o` holds `was`"
     if isinstance(o, CellType): return contents(o) is was
@@ -135,9 +135,8 @@ def is_as(o, was):
         now = contents(o)
         return torch.equal(now, was) if isinstance(now, Tensor) else pickle.dumps(now)==pickle.dumps(was)
     now = container(o)
-    if isinstance(was, dict):   # nearly always
-        return list(now)==list(was) and _ids(now.values())==_ids(was.values())
-    return now==was if isinstance(now, set) else _ids(now)==_ids(was)
+    if isinstance(now, dict): return now.keys()==was.keys() and all(map(is_, now.values(), was.values()))
+    return now==was if isinstance(now, set) else len(now)==len(was) and all(map(is_, now, was))
 
 # %% ../nbs/state.ipynb #3f0a6c13
 class Noted:
@@ -180,7 +179,7 @@ class State:
         copied:Callable=_clone # What is kept of the values of a tensor
     ):
         self.objects,self.generators = objects,generators
-        self.held  = [(o, contents(o)) for o in objects]
+        self.held  = [(o, contents(o)) for o in objects if not isinstance(o, tuple)]
         self.drawn = [(o, contents(o)) for o in generators]
         self.tensors = [Noted(o, copied(o)) for o in tensors if isinstance(o, Tensor)]
         self.arrays  = [(o, o.copy()) for o in tensors if isinstance(o, np.ndarray)]
@@ -258,6 +257,8 @@ def generators(devices=()):
     "The generators that everybody shares, on the CPU and on `devices`"
     return [*shared, *map(generator_of, ['cpu',*devices])]
 
+def everybodys(model): return generators(accelerators(model))
+
 def seed(generators, n):
     "Seed `generators` with `n`"
     for g in generators: (g.manual_seed if isinstance(g, torch.Generator) else g.seed)(n)
@@ -276,8 +277,6 @@ def clones(ts):
 
 def version_of(t): return None if t is None or t.is_inference() else version(t)
 
-def everybodys(model): return generators(accelerators(model))
-
 def refuse_lazy(who, model):
     "Refuse a model with layers that get their size with the first batch"
     for k,p in model.named_parameters():
@@ -291,11 +290,10 @@ class ModelState(State):
     def __init__(self,
         model:nn.Module,
         objects=None, # What can change; `None` looks for it in `model`
-        places=None, # Where the buffers are that can change; `None` takes all of `model`
         generators=None # Generators that everybody shares; `None`: those of the devices of `model`
     ):
         self.model = get_model(model)
-        self.places = buffers(self.model) if places is None else places
+        self.places = buffers(self.model)
         if objects is None: objects = held(self.model)
         if generators is None: generators = everybodys(self.model)
         ts = [bs[k] for bs,k in self.places]
@@ -303,25 +301,24 @@ class ModelState(State):
         self.versions = list(map(version_of, ts))
         self.flags = [(m,m.training) for m in self.model.modules()]
 
-    def only(self, objects, places):
-        "The part of some `objects`, with the lists and dictionaries that they hold now, and of buffers at some `places`"
+    def only(self, found):
+        "The part of it with the keys `found`, and with the lists and dictionaries that its objects hold now"
+        objects = [o for o in self.objects if id(o) in found]
         # a model may make them anew for each batch
-        inner = [v for o in objects for _,v in items(o) if isinstance(v, (dict,list,set))]
-        at,known = {(id(bs),k) for bs,k in places},{id(o):was for o,was in self.held}
+        objects += [v for o in objects for _,v in items(o) if isinstance(v, (dict,list,set))]
+        buffers = [o for o in zip(self.places, self.tensors) if _key(o[0]) in found]
         res = copy(self)
-        res.objects = list({id(o):o for o in [*objects,*inner]}.values())
-        res.held = [(o, known[id(o)] if id(o) in known else contents(o)) for o in res.objects]
-        found = [o for o in zip(self.places, self.tensors) if (id(o[0][0]),o[0][1]) in at]
-        res.places,res.tensors = [p for p,_ in found],[t for _,t in found]
+        res.objects = list({id(o):o for o in objects}.values())
+        res.held = State(res.objects).held
+        res.places,res.tensors = [p for p,_ in buffers],[t for _,t in buffers]
         return res
 
     def late(self, part, but=()):
-        "What has changed, although it is not in the `part`: objects, and names of buffers whose `id` is not in `but`"
-        places = {(id(bs),k) for bs,k in part.places}
-        ids = {id(o) for o in part.objects} | {i for i,_ in places}
-        moved = [k for (bs,k),v in zip(self.places, self.versions)
-                 if (id(bs),k) not in places and id(bs.get(k)) not in but and version_of(bs.get(k))!=v]
-        return [o for o in self.changed() if id(o) not in ids]+moved
+        "The keys of what has changed, although it is not in the `part`, nor a buffer whose `id` is in `but`"
+        known = {*map(id, part.objects), *map(_key, part.places)}
+        now = [bs.get(k) for bs,k in self.places]
+        moved = {_key(p) for p,t,v in zip(self.places, now, self.versions) if version_of(t)!=v and id(t) not in but}
+        return {*map(id, self.changed()), *moved}-known
 
     def lend(self):
         "Give the modules copies of their buffers as they were"
@@ -345,12 +342,14 @@ class ModelState(State):
             _switch(flags)
             for (bs,k),t in zip(self.places, own): bs[k] = t
 
+def _key(place): return id(place[0]),place[1]
+
 def _switch(flags):
     for m,v in flags: vars(m)['training'] = v
 
 # %% ../nbs/state.ipynb #d64c1818
-def modes(model):
+def switches(model):
     "What can be switched in a model: its modules, and their flags, texts, and numbers that are 0"
     def now(v): return v!=0 if type(v) is float else v   # a temperature may move
-    def switches(m): return [(k,now(v)) for k,v in vars(m).items() if type(v) in (bool,str,float)]
-    return tuple((type(m), id(m), *switches(m)) for m in model.modules())
+    def of(m): return [(k,now(v)) for k,v in vars(m).items() if type(v) in (bool,str,float)]
+    return tuple((type(m), id(m), *of(m)) for m in model.modules())

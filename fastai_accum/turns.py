@@ -1,4 +1,4 @@
-"""The model runs slice by slice, while callbacks, the loss and metrics see one batch
+"""The model runs slice by slice, while callbacks, the loss and metrics see slices, or one batch
 
 Docs: https://fastai-accum.github.io/fastai_accum/turns.html.md"""
 
@@ -11,9 +11,9 @@ __all__ = ['one_by_one', 'Turns', 'Hidden', 'Recompute', 'Plain', 'Coupled']
 from contextlib import contextmanager,nullcontext,suppress
 from fastai.basics import *
 from torch.utils.checkpoint import checkpoint
-from .private import buffer_dict,change_hidden,copy_all,has_hidden,tree_flatten,tree_unflatten,version
-from .slices import NotPossible,Refused,join,keys,leaves,n_rows,tree_map
-from .state import ModelState,State,container,held,is_generator,modes
+from .private import buffer_dict,change_hidden,copy_all,has_hidden,tree_flatten,tree_unflatten
+from .slices import NotPossible,Refused,join,keys,leaves,n_rows,tree_map,versions
+from .state import ModelState,State,buffers,container,everybodys,held,is_generator
 from .windows import n_of
 
 # %% ../nbs/turns.ipynb #ccfbae69
@@ -38,9 +38,6 @@ class Turns:
     "Each of the slices `parts` begins from `state`, and goes on with what it held after its last turn"
     def __init__(self, state, parts, sizes):
         store_attr()
-        n = Counter(id(bs) for bs,_ in state.places)
-        self.rest = copy(state)   # without the dictionaries that hold nothing but these buffers
-        self.rest.held = [(o,was) for o,was in state.held if n[id(o)]<max(1, len(container(o)))]
         self.own = [None]*len(parts)   # of each slice after its last turn, what objects held, and its buffers
 
     @contextmanager
@@ -52,7 +49,7 @@ class Turns:
             state.lend()
             State(generators=state.generators).rewind()   # or cuDNN goes on with its own masks
         try: yield
-        finally: self.own[k] = self.rest.renewed(),[bs.get(key) for bs,key in state.places]
+        finally: self.own[k] = state.renewed(),[bs.get(key) for bs,key in state.places]
 
     def go_on(self, k):
         objects,buffers = self.own[k]
@@ -69,7 +66,7 @@ class Turns:
         "Join what is left by slices and has their rows, such as the features that a hook of a U-Net stores"
         ends = [[was for _,was in s.held] for s,_ in self.own]
         buffers = {id(buffer_dict(m)) for m in self.state.model.modules()}
-        for (o,before),*after in zip(self.rest.held, *ends):
+        for (o,before),*after in zip(self.state.held, *ends):
             now = container(o)
             if all(a is before for a in after) or not isinstance(now, (dict,list)): continue
             if is_generator(o) or has_hidden(o) or id(o) in buffers: continue   # these have ways of their own
@@ -87,15 +84,14 @@ class Turns:
             old = o.tensor
             if any(t is None or t.shape!=old.shape for t in new): continue
             bs[k] = old
-            kinds[old.dtype,old.device].append((old,new))
+            kinds[old.dtype,old.device].append((old,*new))
         for (dtype,_),found in kinds.items():
-            olds,news = zip(*found)
-            if not dtype.is_floating_point: new = [ts[-1] for ts in news]
-            else:
-                flat = torch.stack([torch.cat([t.flatten() for t in ts]) for ts in zip(*news)])
-                parts = _mean(flat, weights).split([o.numel() for o in olds])
-                new = [t.view(o.shape) for t,o in zip(parts, olds)]
-            copy_all(olds, new)
+            olds,*news = zip(*found)
+            new = news[-1]
+            if dtype.is_floating_point:
+                flat = torch.stack([torch.cat([t.flatten() for t in ts]) for ts in news])
+                new = map(Tensor.view_as, _mean(flat, weights).split([o.numel() for o in olds]), olds)
+            copy_all(olds, list(new))
 
 def _mean(rows, weights):
     "The mean of the `rows` of a tensor"
@@ -158,11 +154,11 @@ class Recompute:
 
     def once(self, args, kwargs):
         "The first run, which must not change what the second one gets"
-        ts = [o for o in tree_flatten((args,kwargs))[0] if isinstance(o, Tensor) and not o.is_inference()]
-        versions = list(map(version, ts))
+        flat = tree_flatten((args,kwargs))[0]
+        was = versions(flat)
         res = self.forward(*args, **kwargs)
-        if versions==list(map(version, ts)): return res
-        raise NotPossible(self.in_place)
+        if versions(flat)!=was: raise NotPossible(self.in_place)
+        return res
 
 # %% ../nbs/turns.ipynb #aa3ca5fc
 class Plain:
@@ -194,24 +190,31 @@ class Coupled:
     more = ()        # objects beside the model that it can change
     def __init__(self, micro):
         self.micro,self.model = micro,get_model(micro.learn.model)
-        self.found = {}   # the objects that slices change, by what is switched in the model
+        self.generators = everybodys(self.model)
+        self.found = {(id(bs),k) for bs,k in buffers(self.model)}   # what slices change
 
     def parts(self, learn, b):
         with self.micro.sliced(learn): yield b,n_of(learn.dls, b),True
 
-    def state(self): return ModelState(self.model, [*held(self.model), *self.more])
+    def state(self): return ModelState(self.model, [*held(self.model), *self.more], self.generators)
 
     def run(self, learn, forward, xb, parts, sizes):
-        "The predictions for each slice; after the first batch, only what it has changed goes from slice to slice"
-        state,key = self.state(),modes(self.model)
-        if key in self.found:
-            part = state.only(self.found[key], state.places)
-            preds = one_by_one(part, forward, parts, sizes)
-            if not state.late(part): return preds
+        "The predictions for each slice"
+        return self.in_turns(self.found, lambda part: one_by_one(part, forward, parts, sizes))
+
+    def in_turns(self, found, run, but=()):
+        "`run(part)` with the part of the state that is `found`, again if the batch changes more, except the buffers in `but`"
+        while True:
+            state = self.state()
+            part = state.only(found)
+            try: preds = run(part)
+            except BaseException:
+                state.restore()
+                raise
+            late = state.late(part, but)
+            if not late: return preds
+            found |= late
             state.restore()
-        preds = one_by_one(state, forward, parts, sizes)
-        self.found[key] = [*self.found.get(key, ()), *state.changed()]
-        return preds
 
     def after_pred(self, learn):
         "Warn of a batch that should have been cut, and was not"

@@ -12,8 +12,8 @@ from collections import namedtuple
 from itertools import zip_longest
 from traceback import walk_stack
 from fastai.basics import *
-from ..modes import drawn
 from ..devices import generator_of
+from ..modes import drawn
 from ..private import TorchDispatchMode,tree_flatten,tree_unflatten
 from ..slices import NotPossible
 
@@ -38,9 +38,7 @@ def _generator(given, kwargs):
 # %% ../../nbs/exact/draws.ipynb #f24ccb59
 class Draws(TorchDispatchMode):
     "A context that notes in `draws` what is drawn; at its end, the generators go back"
-    def __init__(self,
-        where:Callable=lambda: ('',None) # Returns the module and the function that are running
-    ):
+    def __init__(self, where=lambda: ('',None)): # Returns the running module and function
         super().__init__()
         self.where = where
         self.draws = []
@@ -78,9 +76,7 @@ Axis = namedtuple('Axis', 'dim rows')
 def _axis(x, y, n, m):
     "The `Axis` of the sizes `x` of `n` samples and `y` of `m`; `None` if they are equal"
     if x==y: return None
-    dims = [d for d,(s,t) in enumerate(zip(x, y, strict=True)) if s!=t]
-    if len(dims)!=1: raise ValueError
-    d, = dims
+    d, = [d for d,(s,t) in enumerate(zip(x, y, strict=True)) if s!=t]   # or a `ValueError`
     if x[d]*m!=y[d]*n: raise ValueError
     return Axis(d, y[d]//m)
 
@@ -90,13 +86,11 @@ _known = set("""bernoulli bernoulli_ rand randn randint rand_like randn_like ran
     uniform_ normal normal_ exponential_ geometric_ log_normal_ cauchy_ random_
     native_dropout""".split())
 
-def _name(func): return _names(func)[0]
-def _names(func): return func.name().split('::')[1].partition('.')   # the last is that of the overload
 _by_values = {   # what they draw depends on the values of their arguments
     aten.bernoulli.default, aten.bernoulli_.Tensor, aten.normal.Tensor_float,
     aten.normal.float_Tensor, aten.normal.Tensor_Tensor}
 def _is_known(func):
-    return _name(func) in _known and func not in _by_values and not _names(func)[2].endswith('out')
+    return drawn(func) in _known and func not in _by_values and not re.search(r'\..*out$', func.name())
 
 # %% ../../nbs/exact/draws.ipynb #43023040
 _instead = ("Leave exact out, or take GradientCheckpointing() or OffloadActivations() "
@@ -109,7 +103,7 @@ _by_steps = ("Let PyTorch compute attention step by step: call fit inside of `wi
 def _refuse(draw, why, hint=_instead):
     is_awd_lstm = re.search('RNNDropout|WeightDropout|EmbeddingDropout', draw.where)
     raise NotPossible(f"MicroBatch: exact=True is not possible: {draw.where or 'the model'} draws with "
-                      f"{_name(draw.func)}. {why}. {_by_text if is_awd_lstm else hint}") from None
+                      f"{drawn(draw.func)}. {why}. {_by_text if is_awd_lstm else hint}") from None
 
 # %% ../../nbs/exact/draws.ipynb #63225203
 def _axes(x, y, n, m):
@@ -121,18 +115,13 @@ def _axes(x, y, n, m):
         _refuse(y, f"Its sizes, {x.sizes} for {n} samples and {y.sizes} for {m}, do not show "
                    "which dimension has the samples. Draw a row for each sample")
     if not _is_known(y.func):
-        hint = _by_steps if 'attention' in _name(y.func) else _instead
+        hint = _by_steps if 'attention' in drawn(y.func) else _instead
         _refuse(y, "We don't know how to give a slice its part of what this operation draws for "
                    "the batch", hint)
     return axes
 
-def batch_dims(
-    a:list, # The draws of `n` samples
-    b:list, # The draws of `m` samples
-    n:int, # The samples in the first run
-    m:int # The samples in the second run
-)->list: # Each draw of `b`, with the `Axis` of each of its sizes
-    "Find where the draws have the samples"
+def batch_dims(a, b, n, m):
+    "Each of the draws `b` of `m` samples, with the `Axis` of its sizes; `a` are those of `n`"
     return [(y, _axes(x, y, n, m)) for x,y in zip_longest(a, b)]
 
 # %% ../../nbs/exact/draws.ipynb #d0fa215e
@@ -150,8 +139,8 @@ class BatchDraws:
         left = [g.get_state() for g in self.shared]
         for g,state in self.ends: g.set_state(state)
         if all(torch.equal(g.get_state(), state) for g,state in zip(self.shared, left)): return
-        _differs('the model draws in a function that drew nothing for the first samples, '
-                 'or sets a seed')
+        _differs('the model draws in a function that drew nothing for the first samples, or sets '
+                 'a seed')
 
 def _differs(what):
     raise Differs(f"MicroBatch: exact=True is not possible: {what}; what it draws must not "
@@ -184,32 +173,22 @@ class SliceDraws(TorchDispatchMode):
         return True
 
     def _part(self, func, given, args, kwargs):
-        "The rows of the slice in the next draw"
-        draw,axes = self.batch.plan[self.at]
-        g = _generator(given, kwargs)
-        def whole():
+        "The rows of the slice in the next draw; the first slice draws for the whole batch"
+        batch,g = self.batch,_generator(given, kwargs)
+        draw,axes = batch.plan[self.at]
+        if self.at not in batch.drawn:
             big = [self._grow(*o) for o in zip(given, draw.sizes, draw.strides, axes)]
             a,kw = tree_unflatten(big, tree_flatten((args,kwargs))[1])
-            return func(*a, **kw)
-        out = self._kept(g, whole)
-        self.at += 1
-        return _result(func, given, self._rows(out, axes[-1]), g.device)
-
-    def _rows(self, o, axis):
-        "The rows of the slice in `o`"
-        return o if axis is None else o.narrow(axis.dim, axis.rows*self.i, axis.rows*self.n)
-
-    def _kept(self, g, whole):
-        "The numbers of the whole batch, drawn by the first slice that comes here"
-        batch = self.batch
-        if self.at not in batch.drawn:
-            batch.drawn[self.at] = tree_flatten(whole())[0][-1].cpu()
+            batch.drawn[self.at] = tree_flatten(func(*a, **kw))[0][-1].cpu()
             batch.ends.append((g, g.get_state()))
-        return batch.drawn[self.at]
+        rows = batch.drawn[self.at]
+        if axes[-1]: rows = rows.narrow(axes[-1].dim, *(axes[-1].rows*o for o in (self.i,self.n)))
+        self.at += 1
+        return _result(func, given, rows, g.device)
 
 def _result(func, given, rows, device):
     "What `func` returns when it draws `rows`"
-    if _name(func).endswith('_'): return given[0].copy_(rows)   # some fill their argument
+    if drawn(func).endswith('_'): return given[0].copy_(rows)   # some fill their argument
     rows = rows.to(device, copy=True)
     if func is aten.native_dropout.default:
         x,p = given[:2]
@@ -229,7 +208,7 @@ def __torch_dispatch__(self:SliceDraws, func, types, args=(), kwargs=None):
     given = tree_flatten((args,kwargs))[0]
     if self._is_next(func, given): return self._part(func, given, args, kwargs)
     with Draws() as more: out = func(*args, **kwargs)
-    if more.draws: self._differs(f'with {_name(func)} {[_size(o) for o in given]}')
+    if more.draws: self._differs(f'with {drawn(func)} {[_size(o) for o in given]}')
     return out   # such as attention without dropout
 
 # %% ../../nbs/exact/draws.ipynb #fd4aeb8d
