@@ -88,8 +88,8 @@ def fair(func, name, args, kwargs):
     is_coin = isinstance(p, float) and 0<p<1
     if is_coin: args = args[0],.5,*args[2:]
     out = func(*args, **kwargs)
-    if is_coin and name=='native_dropout':   # a GPU's, which scales too
-        return args[0]*out[1]/(1-p),out[1]
+    # that of a GPU scales, too
+    if is_coin and name=='native_dropout': return args[0]*out[1]/(1-p),out[1]
     if name in _shares: out.copy_(torch.where(out<.5, out*1e-3, 1-(1-out)*1e-3))
     return out
 

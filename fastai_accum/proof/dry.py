@@ -110,8 +110,8 @@ class Dry:
         if tensors is None: tensors = [*model.parameters(), *model.buffers(), *arrays(objects)]
         self.objects,self.tensors = objects,with_memory(tensors)
         self.generators = everybodys(model)
-        self.changed = {}   # by `id`, the objects that a run has changed
-        self.moved = set()  # the `id` of the tensors that it has changed
+        self.changed = {}   # by `id`, which of the given objects a run has changed
+        self.moved = set()  # the `id` of the given tensors that it has changed
 
     def find(self):
         "All that the model and its hooks hold"
@@ -156,8 +156,9 @@ class Dry:
                 if self.is_deep: self.alone()
                 for o in modes(w): stack.enter_context(o)
                 for b in batches: seen(forward(*tree_map(self.copied, b)))
-                self.look()
-                self.moved = {id(o.tensor) for o in self.state.tensors if not _same(o.tensor.data, o.data)}
+                if not self.is_deep:   # nobody asks what has changed in all of a model
+                    self.look()
+                    self.moved = {id(o.tensor) for o in self.state.tensors if not _same(o.tensor.data, o.data)}
         w = Coroutine(job)
         try: w.resume()
         finally:
