@@ -19,6 +19,8 @@ from ..state import State,arrays,everybodys,held,items,shared,take_back,with_mem
 from ..slices import tree_map
 
 # %% ../../nbs/proof/dry.ipynb #791e3844
+planning = ContextVar('planning', default=0)   # how many dry runs are under way
+
 def handed_on(f):
     "`f` for another thread, where PyTorch then is as it is now in this thread"
     contexts = [*Autocast().contexts(), torch.set_grad_enabled(torch.is_grad_enabled()), *streams()]
@@ -93,9 +95,9 @@ def _is_of_callback(h, depth=5):
     if isinstance(h, (FunctionType,partial)): inner += [v for _,v in items(h)]
     return depth>0 and any(_is_of_callback(o, depth-1) for o in inner if o is not None)
 
-# %% ../../nbs/proof/dry.ipynb #e6b46bac
-planning = ContextVar('planning', default=0)   # how many dry runs are under way
+def _same(a, b): return a.dtype==b.dtype and torch.equal(a, b)
 
+# %% ../../nbs/proof/dry.ipynb #e6b46bac
 class Dry:
     "Runs of `model` from which nothing stays: the model works on copies of its own tensors, in place"
     def __init__(self,
@@ -109,7 +111,6 @@ class Dry:
         if self.is_deep: objects = self.find()
         if tensors is None: tensors = [*model.parameters(), *model.buffers(), *arrays(objects)]
         self.objects,self.tensors = objects,with_memory(tensors)
-        self.generators = everybodys(model)
         self.changed = {}   # by `id`, which of the given objects a run has changed
         self.moved = set()  # the `id` of the given tensors that it has changed
 
@@ -127,8 +128,7 @@ class Dry:
         "Take away what callbacks have put into the model"
         take_back(*self.model.modules())
         for hs in self.hooks:
-            for k,h in list(hs.items()):
-                if _is_of_callback(h): del hs[k]
+            for k in [k for k,h in hs.items() if _is_of_callback(h)]: del hs[k]
         for hs in self.late: hs.clear()   # such as those that make a step
 
     def look(self):
@@ -150,7 +150,7 @@ class Dry:
         "Call `forward` on copies of `batches`, in a thread, and put everything back"
         def job(w):
             planning.set(planning.get()+1)   # a thread has its own
-            self.state = State(self.objects, self.tensors, self.generators, lambda o: None)
+            self.state = State(self.objects, self.tensors, everybodys(self.model), lambda o: None)
             # `deepcopy` raises an error for what nobody can put back, such as a generator
             with self.state.untouched(self.copied, deepcopy if self.is_deep else noop),ExitStack() as stack:
                 if self.is_deep: self.alone()
@@ -164,5 +164,3 @@ class Dry:
         finally:
             w.abandon()
             w.close()
-
-def _same(a, b): return a.dtype==b.dtype and torch.equal(a, b)
