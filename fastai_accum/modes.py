@@ -6,15 +6,15 @@ Docs: https://fastai-accum.github.io/fastai_accum/modes.html.md"""
 
 # %% auto #0
 __all__ = ['synced', 'AtNorms', 'by_itself', 'drawn', 'Coins', 'fair', 'middle', 'InDouble', 'in_64', 'double', 'modes_stay',
-           'eager', 'quiet', 'full_precision']
+           'eager', 'quiet']
 
 # %% ../nbs/modes.ipynb #d057af8e
-import inspect,io,warnings
-from contextlib import contextmanager,nullcontext,redirect_stdout
+from contextlib import nullcontext
 from fastai.basics import *
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode,wrap_torch_function
-from .private import SyncBatchNormFunction,TorchDispatchMode,attention,default_arguments,is_compiled,methods,tree_flatten,tree_map_all
+from .private import (SyncBatchNormFunction,TorchDispatchMode,attention,
+                                  default_arguments,is_compiled,methods,tree_map_all)
 from .state import lent
 
 # %% ../nbs/modes.ipynb #b8a6de08
@@ -88,8 +88,8 @@ def fair(func, name, args, kwargs):
     is_coin = isinstance(p, float) and 0<p<1
     if is_coin: args = args[0],.5,*args[2:]
     out = func(*args, **kwargs)
-    if is_coin and name=='native_dropout':   # a GPU's, which scales too
-        return args[0]*out[1]/(1-p),out[1]
+    # that of a GPU scales, too
+    if is_coin and name=='native_dropout': return args[0]*out[1]/(1-p),out[1]
     if name in _shares: out.copy_(torch.where(out<.5, out*1e-3, 1-(1-out)*1e-3))
     return out
 
@@ -119,9 +119,7 @@ class InDouble(TorchFunctionMode):
         args = tuple(map(_raised, args))
         kwargs = {k:_raised(v) for k,v in (kwargs or {}).items()}
         try: return func(*args, **kwargs)
-        except RuntimeError:   # one of your tensors is not in float64, such as global class weights
-            dtypes = [getattr(o, 'dtype', None) for o in tree_flatten((args,kwargs))[0]]
-            if torch.float32 not in dtypes: raise
+        except RuntimeError:   # maybe a tensor of yours is in float32, such as class weights
             return func(*tree_map_all(double, args), **tree_map_all(double, kwargs))
 
 def _raised(o): return in_64(o) if isinstance(o, torch.dtype) and o.is_floating_point else o
@@ -146,21 +144,17 @@ def eager(model):
 
 @contextmanager
 def quiet(is_double=True):
-    "A block that prints nothing, sends nothing to other processes, and makes new tensors in float64"
-    dtype = torch.get_default_dtype()
-    no_others = lent(torch.distributed, is_initialized=noop)
+    "A block that prints nothing, sends nothing to other processes, and computes with all digits"
+    dtype,precision = torch.get_default_dtype(),torch.get_float32_matmul_precision()
+    cudnn = torch.backends.cudnn
+    alone = lent(torch.distributed, is_initialized=noop)
+    # a GPU chooses no algorithm by its time
+    flags = cudnn.flags(enabled=cudnn.enabled, deterministic=cudnn.deterministic, allow_tf32=False)
     try:
-        with warnings.catch_warnings(action='ignore'),redirect_stdout(io.StringIO()),no_others:
+        with warnings.catch_warnings(action='ignore'),redirect_stdout(io.StringIO()),alone,flags:
+            torch.set_float32_matmul_precision('highest')
             if is_double: torch.set_default_dtype(torch.float64)
             yield
-    finally: torch.set_default_dtype(dtype)
-
-@contextmanager
-def full_precision():
-    "A block in which a GPU computes with all digits of float32, and chooses no algorithm by its time"
-    was,cudnn = torch.get_float32_matmul_precision(),torch.backends.cudnn
-    torch.set_float32_matmul_precision('highest')
-    flags = dict(enabled=cudnn.enabled, benchmark=False, deterministic=cudnn.deterministic, allow_tf32=False)
-    try:
-        with cudnn.flags(**flags): yield
-    finally: torch.set_float32_matmul_precision(was)
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_float32_matmul_precision(precision)

@@ -3,9 +3,9 @@ from harness import *
 from test_exact import X2,Y2,draws,same_slices
 from fastai_accum.exact.draws import Draw,batch_dims
 from fastai_accum.devices import generator_of
-from fastai_accum.proof.guard import guard as the_guard
+from fastai_accum.proof import guard as the_guard
 from fastai_accum.modes import Coins,middle,quiet
-from fastai_accum.proof.compare import Unsteady
+from fastai_accum.proof.compare import NotTried
 
 pytestmark = simulated
 
@@ -40,7 +40,7 @@ def test_attention_with_a_dropout_of_its_own(name):
 
 def test_an_unsteady_model_is_not_proved(monkeypatch):
     "The whole batch does not do the same twice: another precision or size says nothing"
-    def unsteady(*args): raise Unsteady('the whole batch does not do the same twice')
+    def unsteady(*args): raise NotTried('the whole batch does not do the same twice')
     monkeypatch.setattr(the_guard, 'compare', unsteady)
     learn = make_learner(make_dls(16, 8), cbs=MicroBatch(4, coupled=True))
     with pytest.warns(UserWarning, match='was not tried.*does not do the same twice'): learn.fit(1)
