@@ -236,7 +236,7 @@ def run(self:Bench, way, on, seed=0):
         if hasattr(own_opt(learn), 'state'): own_opt(learn).state = defaultdict(dict)
         learn.model = self.model
         train_on(learn, batches)
-        learn.dls._device = self.device
+        vars(learn.dls)['_device'] = self.device
         learn.add_cbs([Step(seen, on, seed), *cbs])
         seed_all(everybodys(self.model), seed)
         with seen.listening(),modes_stay(),InDouble(): fit(learn, 1, 0.)
