@@ -1,4 +1,4 @@
-"""What the package asks of an accelerator, whatever its name is
+"""What the package asks of an accelerator, whatever its name is, and of a thread
 
 Docs: https://fastai-accum.github.io/fastai_accum/devices.html.md"""
 
@@ -6,11 +6,16 @@ Docs: https://fastai-accum.github.io/fastai_accum/devices.html.md"""
 
 # %% auto #0
 __all__ = ['accelerator', 'accelerators', 'api', 'has_float64', 'counts_memory', 'has_streams', 'free_memory', 'synchronize',
-           'is_out_of_memory', 'generator_of', 'n_autocast', 'Autocast', 'streams']
+           'is_out_of_memory', 'generator_of', 'n_autocast', 'Autocast', 'streams', 'handed_on', 'Abandoned',
+           'Coroutine']
 
 # %% ../nbs/devices.ipynb #de000005
-import re,torch
-from .private import mps_generator
+import re,threading,torch
+from contextlib import ExitStack,suppress
+from contextvars import copy_context
+from functools import partial
+from queue import SimpleQueue
+from .private import dispatch_modes,function_modes,mps_generator,push_dispatch_mode,push_function_mode
 
 # %% ../nbs/devices.ipynb #de000009
 def accelerator():
@@ -91,3 +96,70 @@ def streams():
     now = on.current_device()
     others = [on.current_stream(i) for i in range(on.device_count()) if i!=now]
     return [on.stream(s) for s in [*(o for o in others if o.stream_id), on.current_stream(now)]]
+
+# %% ../nbs/devices.ipynb #791e3844
+def handed_on(f):
+    "`f` for another thread, where PyTorch then is as it is now in this thread"
+    contexts = [*Autocast().contexts(), torch.set_grad_enabled(torch.is_grad_enabled()), *streams()]
+    pushes = [partial(push_function_mode, m) for m in function_modes()]
+    pushes += [partial(push_dispatch_mode, m) for m in dispatch_modes()]
+    def run():
+        with ExitStack() as stack:
+            for o in contexts: stack.enter_context(o)
+            for push in pushes: push()
+            return f()
+    return partial(copy_context().run, run)
+
+# %% ../nbs/devices.ipynb #3fd46b2b
+class Abandoned(BaseException): "Ends a slice that waits, after another slice has failed"
+
+class Coroutine:
+    "Runs `f(self)` in its own thread; `f` can wait, and goes on at the next `resume`"
+    def __init__(self, f):
+        self.f = f
+        self.result = None
+        self.done = self.abandoned = False
+        self._go = SimpleQueue()     # from `resume`
+        self._back = SimpleQueue()   # to `resume`: an error, or `None`
+        self.thread = threading.Thread(target=handed_on(self._run), daemon=True)
+
+    def _run(self):
+        error = self._go.get()
+        try:
+            if not self.abandoned: self.result = self.f(self)
+        except BaseException as e: error = e
+        self.done = True
+        self._back.put(error)
+        error = None   # its traceback holds this frame
+
+    def resume(self):
+        "Run `f` until it waits or ends; return whether it has ended; an error in `f` is raised here"
+        if not self.thread.ident: self.thread.start()
+        self._go.put(None)
+        error = self._back.get()
+        try:
+            if error is not None: raise error
+        finally: error = None   # its traceback holds this frame
+        return self.done
+
+    def wait(self):
+        "Called by `f`: wait for the next `resume`"
+        if not self.abandoned:
+            self._back.put(None)
+            self._go.get()
+        self.check()
+
+    def check(self):
+        "End here if nobody waits any more"
+        if self.abandoned: raise Abandoned
+
+    def abandon(self):
+        "End the thread where it waits, or where it would wait next if Ctrl-C comes while it runs"
+        self.abandoned = True
+        self._go.put(None)
+
+    def close(self):
+        "Wait for the end of the thread; Ctrl-C, pressed again, must not leave it behind"
+        while self.thread.is_alive():
+            with suppress(KeyboardInterrupt): self.thread.join()
+        self.f = self.result = None

@@ -204,7 +204,7 @@ def way(self:MicroBatch, learn, size=2, mode=None):
     leave = f"MicroBatch without {kind}=True is another training: {sees} and the {{}} see one slice"
     size = self.most(learn, n_of(learn.dls, (*learn.xb,*learn.yb)))
     return Way(f'MicroBatch: {kind}=True', (self.coupled,self.exact,self.bs==1,self.split), run, leave,
-               [GradientCheckpointing().way(learn)], split, blind=not self.exact, scale=.5, size=size)
+               lambda: [GradientCheckpointing().way(learn)], split, blind=not self.exact, scale=.5, size=size)
 
 # %% ../nbs/cutting.ipynb #c7a39c50
 @patch

@@ -9,7 +9,7 @@ from kinds import Odd,lin
 from fastai_accum.all import *
 from fastai_accum.proof import compare as the_look,guard as the_guard
 from fastai_accum.proof.compare import Sizes,Trial,Way,most,part
-from fastai_accum.proof.record import sketch
+from fastai_accum.proof.dry import sketch
 from fastai_accum.slices import Refused,slices
 from torch.nn import functional as F
 
@@ -262,7 +262,7 @@ def test_fewer_samples_of_large_images(px, n_seen):
     "Without gradients, a layer of 32 large images takes more than a step with 8: decided from the size"
     x = torch.randn(32, 3, px, px)
     m = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 3))
-    way = Way('', (), None, '', [], blind=True, size=8)
+    way = Way('', (), None, '', blind=True, size=8)
     assert most(m, (x,), 32, 1, way)==n_seen
 
 def test_part_of_a_batch_comes_from_the_whole_of_it():

@@ -7,8 +7,8 @@ from harness import *
 from fastai.text.models.awdlstm import AWD_LSTM
 from fastai_accum.private import (
     SyncBatchNormFunction,TorchDispatchMode,attention,change_hidden,compiled_in_place,default_arguments,dispatch_modes,
-    function_modes,grad_hook_dicts,has_hidden,hook_dicts,in_vmap,is_compiled,mps_generator,no_modes,own_backward,
-    push_modes,train_metrics,uncompiled,with_events)
+    function_modes,grad_hook_dicts,hook_dicts,in_vmap,is_compiled,mps_generator,no_modes,own_backward,
+    push_dispatch_mode,push_function_mode,train_metrics,uncompiled,with_events)
 from torch.overrides import TorchFunctionMode
 
 class Calls(TorchFunctionMode):
@@ -51,7 +51,10 @@ def test_modes():
         modes = function_modes(),dispatch_modes()
         with no_modes(): torch.ones(2).add(1)
     assert ops.n==0 and calls.seen==[]
-    def run(): push_modes(*modes); torch.ones(2).add(1)
+    def run():
+        for push,ms in zip((push_function_mode,push_dispatch_mode), modes):
+            for m in ms: push(m)
+        torch.ones(2).add(1)
     t = threading.Thread(target=run)
     t.start(); t.join()
     n = ops.n
@@ -96,8 +99,7 @@ def test_fastai():
 def test_hidden_states():
     m = AWD_LSTM(10, 4, 5, 2)
     m.reset()
-    assert has_hidden(m) and not has_hidden(nn.Linear(2, 2))
-    change_hidden(m, 3)
+    getattr(m, change_hidden)(3)
     assert m.hidden[0][0].shape[1]==3
 
 ours = Path(fastai_accum.__file__).parent

@@ -6,7 +6,7 @@ import gc,re,signal,sys,threading,time,warnings,weakref
 from harness import *
 from kinds import Odd
 from fastai_accum.all import *
-from fastai_accum.proof import record as the_record
+from fastai_accum.proof import dry as the_record
 from fastai_accum.proof.dry import Dry,planning
 from fastai_accum.slices import Refused
 from torch.utils.checkpoint import checkpoint

@@ -18,7 +18,7 @@ from ..microbatch import MicroBatch
 from ..modes import AtNorms,Coins,InDouble,by_itself,double,middle,modes_stay
 from ..private import grad_hook_dicts,own_backward,plain_backward,uncompiled
 from ..proof.guard import corner
-from ..proof.record import Record,off,plain_loss
+from ..proof.dry import Record,off,plain_loss
 from ..slices import join,leaves,n_rows,slices,tree_map
 from ..state import State,arrays,everybodys,generators,held,refuse_lazy,seed as seed_all,with_memory
 from ..windows import batch_size,n_of

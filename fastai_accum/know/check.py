@@ -17,7 +17,7 @@ from ..microbatch import MicroBatch
 from ..modes import eager,quiet
 from ..private import split_batch
 from ..proof.guard import Status,guard
-from ..proof.record import first_unlike
+from ..proof.dry import first_unlike
 from ..refusals import NotProved,check_count,check_loader
 from ..slices import Refused
 from ..state import refuse_lazy

@@ -130,7 +130,7 @@ def way(self:GradientCheckpointing, learn, size=None):
     "What is proved before the first step"
     def run(forward, yb, *xb):
         with self.recomputing(learn): return forward(*xb)
-    return Way('GradientCheckpointing', (self.blocks,), run, 'Or leave this module out of blocks', [])
+    return Way('GradientCheckpointing', (self.blocks,), run, 'Or leave this module out of blocks')
 
 @patch
 def proving(self:GradientCheckpointing, learn):

@@ -14,9 +14,8 @@ from typing import NamedTuple
 from fastai.basics import *
 from ..modes import AtNorms,Coins,InDouble,by_itself,eager,fair,middle,modes_stay,quiet
 from ..devices import accelerators,free_memory,is_out_of_memory
-from .dry import Dry
 from ..private import AnyBatchNorm,TorchDispatchMode,no_modes,tree_flatten
-from .record import Record,differences,first_unlike,plain_loss
+from .dry import Dry,Record,differences,first_unlike,plain_loss
 from ..state import State,everybodys,held,is_generator,seed
 from ..slices import Refused,join,slices
 
@@ -27,7 +26,7 @@ class Way(NamedTuple):
     settings:tuple      # With others, the proof is made again
     run:Callable        # `(forward, yb, *xb) -> predictions`: runs `forward` in this way
     leave:str           # What else one can do if it is not possible, and what that costs; `{}` is where it begins
-    instead:list        # Ways that may be exact where this one is not
+    instead:Callable=list # Returns ways that may be exact where this one is not
     split:Callable=None # `(batch, bs) -> slices`, if samples are not along the first dimension
     blind:bool=False    # Whether batch norm and random draws may see slices
     scale:float=1.      # What the loss is multiplied with before the gradients are added up

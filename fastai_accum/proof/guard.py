@@ -15,7 +15,7 @@ from fastai.basics import *
 from ..devices import has_float64
 from .compare import NotTried,Proof,Trial,compare,look
 from ..private import hook_dicts
-from .record import off,sketch,values
+from .dry import off,sketch,values
 from ..refusals import NotProved,as_line,is_a
 from ..state import Lent,items
 from ..slices import NotPossible,Refused,is_floating,join,leaves,n_rows,slices,tree_map
@@ -193,7 +193,7 @@ def _refuse(way, model, proof, prove):
     if isinstance(e, NotPossible): raise Refused(f"{e} (in the {where})") from e
     found = ', '.join(f'{k} (relative error {v:.2g})' for k,v in proof.differs[:3])
     how = f"raises {type(e).__name__}: {e}" if e else f'leaves something else behind: {found}'
-    others = [(f'{w.who}()', prove(lambda size=2: [w])) for w in way.instead]
+    others = [(f'{w.who}()', prove(lambda size=2: [w])) for w in way.instead()]
     lines = [line for line,o in others if o.n and not o.fails] + ['OffloadActivations()']
     raise Refused(f"{way.who} is not possible: {proof.of} the model {how}. It begins in the {where}. "
                   f"{_hint(model, proof)}Write {' or '.join(lines)} in its place, which trains as the "
