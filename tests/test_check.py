@@ -280,7 +280,7 @@ cases = dict(
     longer_and_longer=(lambda: lengths(lambda i: 1+i//6), 'loss padded_mean'),
     again_and_again=(lambda: lengths(lambda i: 1+i//2%8), 'loss padded_mean'),
     one_short=(lambda: lengths(lambda i: 8-(i==9)), 'loss padded_mean'),
-    uncut=(lambda: unlabelled(AccumulateStep(2), loss=lambda p: p.pow(2).mean().sqrt()), 'loss both', 'weight=lambda'),
+    uncut=(lambda: unlabelled(AccumulateStep(2), loss=lambda p: p.pow(2).mean().sqrt()), 'loss both', 'pass weight='),
     mixup=(lambda: learner(loss=CrossEntropyLossFlat(), cbs=MixUp()), 'augmentation MixUp'),
     **{f'draws_of_{k}': (lambda f=f: in_order(DrawsInBatch(f), AccumulateStep(2), bs=8), 'augmentation DrawsInBatch')
        for k,f in dict(numpy=np.random.rand, python=random.random, torch=lambda: torch.rand(1).item()).items()},
@@ -297,7 +297,7 @@ cases = dict(
     backward_too=(lambda: in_order(AccumulateStep(4), cls=Assigned, model=net(bn(), nn.Dropout())),
                   'batch norm 1, dropout 2, backward Assigned'),
     own_generator=(lambda: learner(net(own_coin())), 'unknown 1'),
-    centre=(lambda: learner(net(centre())), 'unknown 1', 'on a GPU with OffloadActivations()'),
+    centre=(lambda: learner(net(centre())), 'unknown 1', 'OffloadActivations()'),
     centre_hides_the_loss=(lambda: learner(net(centre()), masked), 'unknown 1', 'keep the large batch'),
     exact_centre=(lambda: learner(net(centre()), cbs=MicroBatch(4, exact=True)), 'unknown 1', 'keep the large batch'),
     centre_and_norm=(lambda: in_order(MicroBatch(4, exact=True), model=net(centre(), bn()), bs=16),
@@ -308,7 +308,7 @@ cases = dict(
     texts=(texts, 'batch norm 1.layers.0.0, dropout 0.module.encoder_dp', 'Pass seq_len='))
 
 advice = {'batch norm':'BatchNormEval()', 'dropout':'do nothing', 'unknown':'rewrite the module',
-          'loss':'weight=lambda pred, *yb: (yb[0]!=-100).sum(); average=False for a sum',
+          'loss':'weight=, a function (pred, *yb) that returns what your loss divides by',
           'backward':'add to the gradients that are there'}
 
 @pytest.mark.parametrize('case', cases)
@@ -324,7 +324,7 @@ def test_causes(case, capsys, recwarn):
     assert not any(capsys.readouterr()) and set(the_refusals._noted)==said
     assert not any('AccumulateStep' in str(o.message) for o in recwarn)
     lines = [o.remedy.split(' instead of')[0].split('; or')[0] for o in check.causes]
-    is_line = [o.startswith(('MicroBatch(','AccumulateStep(')) for o in lines]
+    is_line = [o.startswith(('GradientCheckpointing()','MicroBatch(','AccumulateStep(')) for o in lines]
     if says:
         assert not any(is_line) and all(says[0] in o.remedy for o in check.causes), check
         return

@@ -245,7 +245,7 @@ def standardised():
     return around(Odd(f, lin=lin(), gain=nn.Parameter(torch.ones(8)), bn=nn.BatchNorm1d(8)))
 
 @each(case=[
-    (Plain, '32 samples of your batch run forward as in slices of 8: an error above 1e-08 would show.'),
+    (Plain, '32 samples give the same output in slices of 8: an error above 1e-08 would show.'),
     (lambda: rows(too_many), 'Your batch could not run forward as a whole and in slices (IndexError: not so many).'),
     (standardised, '')])
 def test_the_line_says_what_was_compared(case, capsys):
@@ -280,7 +280,7 @@ def test_memory_that_runs_out_means_fewer_samples(monkeypatch, capsys):
         return run(self, *args, **kwargs)
     monkeypatch.setattr(Trial, 'run', limited)
     learner(Plain(), feats(), MicroBatch(4, coupled=True)).fit(1)
-    assert '16 samples of your batch run forward as in slices of 4' in capsys.readouterr().out
+    assert '16 samples give the same output in slices of 4' in capsys.readouterr().out
     def runs_out(self, *args, **kwargs):
         if self.learns: return run(self, *args, **kwargs)
         raise MemoryError
@@ -343,4 +343,4 @@ good = dict(
 def test_good_models(k, way, capsys):
     m,x = good[k]()
     learner(m, x, MicroBatch(bs, **{way:True})).fit(1)
-    assert '32 samples of your batch run forward as in slices of 8' in capsys.readouterr().out
+    assert '32 samples give the same output in slices of 8' in capsys.readouterr().out

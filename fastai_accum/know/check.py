@@ -8,11 +8,13 @@ Docs: https://fastai-accum.github.io/fastai_accum/know/check.html.md"""
 __all__ = ['amount', 'Cause', 'Check', 'causes', 'needs', 'explained', 'remedy', 'prove', 'checked', 'answer']
 
 # %% ../../nbs/know/check.ipynb #4f79e3b3
+from contextlib import suppress
 from html import escape
 from typing import NamedTuple
 from fastai.basics import *
 from ..devices import is_out_of_memory
 from .bench import Bench,first_error,said
+from ..memory.checkpointing import GradientCheckpointing
 from ..microbatch import MicroBatch
 from ..modes import eager,quiet
 from ..private import split_batch
@@ -101,13 +103,16 @@ def explained(bench, k, err, on):
 _advice = {
     'batch norm':'for a pretrained model, learn.add_cb(BatchNormEval())',
     'dropout':   'do nothing: other dropout masks are just as good',
-    'loss':      'pass what it divides by, as in weight=lambda pred, *yb: (yb[0]!=-100).sum(); average=False for a sum',
+    'loss':      'pass weight=, a function (pred, *yb) that returns what your loss divides by; average=False for a sum',
     'backward':  'in your `_backward`, add to the gradients that are there, and only what belongs to loss_grad',
     'unknown':   'rewrite the module so that it computes each sample by itself'}
 
 def remedy(bench, kind, on):
-    "What to write: the line that is seen to mend it, or why it is refused; and advice"
-    lines = []
+    "What to write: the lines that are seen to mend it, or why they are refused; and advice"
+    lines,keep = [],''
+    with suppress(Exception):   # such as a model without blocks
+        whole = bench.whole[0],[GradientCheckpointing()]
+        if kind!='loss' and not bench.savers and bench.error(on, whole)<=bench.tol: keep = 'GradientCheckpointing() or '
     for k in bench.ways:
         cb = MicroBatch(bench.size, split=getattr(bench.cut, 'split', None), **{k:True})
         try:
@@ -115,13 +120,13 @@ def remedy(bench, kind, on):
             prove(bench, cb)
             cb.bs = bench.yours if bench.is_own and bench.yours else max(1, (bench.loaded or bench.size)//2)
             is_instead = bench.acc and bench.is_own
-            lines = [f'{cb!r}' + ' instead of AccumulateStep, with the large batch size in the loader'*bool(is_instead)]
+            lines = [f'{keep}{cb!r}' + ' instead of AccumulateStep, with the large batch size in the loader'*bool(is_instead)]
             break
         except Refused as e: lines.append(said(e))
         except Exception: pass   # whatever the learner's own code raises, there is other advice
     if kind in _advice: lines.append(_advice[kind])
     if kind=='unknown' or not lines:
-        how = ', on a GPU with OffloadActivations()'*(not bench.savers)
+        how = f', with {keep}OffloadActivations()'*(not bench.savers)
         lines.append(f'keep the large batch in memory{how}')
     return '; or '.join(lines)
 
@@ -168,7 +173,7 @@ def answer(bench, err, causes):
 # %% ../../nbs/know/check.ipynb #ac824e9e
 @patch
 def check_accumulation(self:Learner,
-    bs:int=16 # About how many samples to compare, in micro-batches of at most your size
+    bs:int=16 # About how many samples to compare; micro-batches are at most as large as yours
 )->Check: # The result, which a notebook shows as a table
     "Check whether micro-batches give the gradient of the large batch, and if not, find the causes"
     check_count('check_accumulation', 'bs', bs, least=2)

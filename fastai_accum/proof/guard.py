@@ -175,11 +175,11 @@ def _tell(way, proof, looked, took):
     seen = ''
     if looked and looked.n:
         only = 'rounding is large in this model, and only '*(looked.limit>.01)
-        seen = (f" {looked.n} samples of your batch run forward as in slices of {way.size}: {only}"
+        seen = (f" {looked.n} samples give the same output in slices of {way.size}: {only}"
                 f"an error above {looked.limit:.0e} would show.")
     elif looked: seen = f" Your batch could not run forward as a whole and in slices ({looked.of})."
     print(f"{way.who} is proved on your model: {proof.n} samples, {took:.1f} s, largest error "
-          f"{proof.error:.0e} in what a step leaves.{seen} What is proved: {_page}")
+          f"{proof.error:.0e} after one step.{seen} What is proved: {_page}")
 
 _page = 'https://fastai-accum.github.io/fastai_accum/tutorials/how_it_is_proved.html'
 _unknown = 'it is not known whether the training is that of the whole batch'
