@@ -38,6 +38,10 @@ def test_attention_with_a_dropout_of_its_own(name):
     a,b = ([Draw(op, [(n,2,5,8)]*4, [()]*4, 'the Attention', None)] for n in (2,3))
     with pytest.raises(ValueError, match=r'the Attention draws with .*sdpa_kernel.*MATH'): batch_dims(a, b, 2, 3)
 
+def test_sizes_of_other_dimensions():
+    a,b = ([Draw(torch.ops.aten.rand.default, [s], [()], '', None)] for s in ((2,),(3,4)))
+    with pytest.raises(ValueError, match='do not show which dimension'): batch_dims(a, b, 2, 3)
+
 def test_an_unsteady_model_is_not_proved(monkeypatch):
     "The whole batch does not do the same twice: another precision or size says nothing"
     def unsteady(*args): raise NotTried('the whole batch does not do the same twice')

@@ -372,6 +372,9 @@ def test_says_what_the_training_does(k):
     assert 'MicroBatch(bs=4, coupled=True) instead of AccumulateStep' in check.causes[0].remedy
     close(trained(make(MicroBatch(4, coupled=True), bs=16)), large)
 
+def test_as_few_whole_batches_as_make_a_window():
+    assert 'one step on 2 of the whole' in unlabelled(AccumulateStep(4), bs=10).check_accumulation().compared
+
 @each(cb=[GradientCheckpointing,OffloadActivations], make=[normed_blocks,partial(unlabelled, bs=16)])
 def test_what_does_not_cut_needs_no_cut(cb, make):
     assert torch.equal(trained(make()), trained(make(cb())))

@@ -98,6 +98,7 @@ def test_known_scale(seed):
     assert found.low<noise/grad_sq<found.high<3*found.low, (found, noise/grad_sq)
     assert found.scale==pytest.approx(found.noise/found.grad_sq) and found.n_step==round(found.scale/8)
     line,suggested = plt.gca().lines   # of the plot
+    assert type(plt.gca().yaxis.get_major_formatter()).__name__=='LogFormatter'   # 60, not 6×10¹
     assert line.get_ydata()[-1]==pytest.approx(found.scale) and suggested.get_ydata()[0]==8*found.n_step
     plt.close('all')
 

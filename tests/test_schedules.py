@@ -118,7 +118,7 @@ def test_plot_windows():
     def no_windows(): return pytest.raises(ValueError, match='the last fit did not train in windows')
     with no_windows(): lines(learn)
     with accumulation(n_step=grows): learn.fit(2)
-    assert len(lines(learn))==3 and [ax.get_title() for ax in plt.gcf().axes]==[
+    assert len(lines(learn))==3 and lines(learn)[0][0,0]==0 and [ax.get_title() for ax in plt.gcf().axes]==[
         'learning rate','effective batch, in samples','steps so far']
     learn.fit(3)
     with no_windows(): lines(learn)

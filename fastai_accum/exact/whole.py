@@ -30,7 +30,7 @@ class Exact(Coupled):
     more = shared      # the generators of Python and NumPy
     def __init__(self, micro):
         super().__init__(micro)
-        self.host = Host(self.model, looks_ahead=False)
+        self.host = Host(self.model)
         self.plans = {}
         reads = [m for m in self.model.modules() if hasattr(m, 'bptt') and hasattr(m, 'pad_idx')]
         self.pad = reads[0].pad_idx if reads else None   # if it reads texts in pieces
@@ -78,10 +78,9 @@ def refuse_long(model, lengths):
 # %% ../../nbs/exact/whole.ipynb #cfefb39c
 @patch
 def plan(self:Exact, forward, xb, n, cut):
-    "What two runs on a few of the `n` samples `xb`, or on one and two slices, have found"
-    def few(k): return cut(xb if n>=k else join([xb]*2, [n,n]), k)[0][0]
-    sizes = (1,2) if n<3 else (2,3)
-    if not self.takes_few: sizes = self.micro.size,2*self.micro.size
+    "What runs on two and three of the `n` samples `xb`, or on one and two slices, have found"
+    def few(k): return cut(xb if n>=k else join([xb]*k, [n]*k), k)[0][0]
+    sizes = (2,3) if self.takes_few else (self.micro.size,2*self.micro.size)
     rows = 0 if self.micro.split else 1   # nobody knows where `split` has the samples
     key = switches(self.model),sizes,*[(o.shape[rows:],o.dtype) for _,o in leaves(xb)]
     if key in self.plans: return self.plans[key]

@@ -96,8 +96,8 @@ def _current(device): return api(device).current_stream(device)
 class Copies:
     "Tensors on their way between devices and the host, while the model goes on"
     share = 1/128   # of the bytes that a forward pass puts on the host, so many may be on their way at once
-    def __init__(self, looks_ahead=True):
-        self.looks_ahead = looks_ahead   # whether to fetch what the backward pass asks for next
+    looks_ahead = True   # whether to fetch what the backward pass asks for next
+    def __init__(self):
         self.leaving = deque()   # tensors that are on their way to the host, with the events of their arrival
         self.n_leaving = 0       # their bytes
         self.coming = WeakSet()  # `Kept`s that are on their way back
@@ -160,8 +160,8 @@ class Host(Copies):
     "Keeps tensors in the memory of the host, except what `model` holds anyway"
     least = 1024    # bytes of the smallest tensor that moves
     slab = 2**26    # bytes of a slab; a larger tensor has a larger one
-    def __init__(self, model, looks_ahead=True):
-        super().__init__(looks_ahead)
+    def __init__(self, model):
+        super().__init__()
         self.n_bytes = 0         # put here in this forward pass
         self.last = None         # a weak reference to the last `Kept`
         self.open = WeakSet()    # slabs that are not full
