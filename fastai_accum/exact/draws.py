@@ -95,15 +95,12 @@ def _is_known(func):
 # %% ../../nbs/exact/draws.ipynb #43023040
 _instead = ("Leave exact out, or take GradientCheckpointing() or OffloadActivations() "
             "instead of MicroBatch")
-_by_text = ("Give the text_classifier_learner and its TextDataLoaders a seq_len as long as your "
-            "longest text, or leave exact out")
 _by_steps = ("Let PyTorch compute attention step by step: call fit inside of `with torch.nn.attention."
              "sdpa_kernel(torch.nn.attention.SDPBackend.MATH):`, or leave exact out")
 
 def _refuse(draw, why, hint=_instead):
-    is_awd_lstm = re.search('RNNDropout|WeightDropout|EmbeddingDropout', draw.where)
     raise NotPossible(f"MicroBatch: exact=True is not possible: {draw.where or 'the model'} draws with "
-                      f"{drawn(draw.func)}. {why}. {_by_text if is_awd_lstm else hint}") from None
+                      f"{drawn(draw.func)}. {why}. {hint}") from None
 
 # %% ../../nbs/exact/draws.ipynb #63225203
 def _axes(x, y, n, m):

@@ -29,10 +29,6 @@ class OffloadActivations(Callback):
     https://fastai-accum.github.io/fastai_accum/memory/offload.html"""
     name  = 'offloading'   # `learn.offload_activations` is the method
     order = -90   # after `GradientCheckpointing`, to keep what its blocks begin with on the host
-    def __init__(self, **kwargs):
-        if not kwargs: return
-        raise TypeError("OffloadActivations: write OffloadActivations(), without arguments; "
-                        f"got {kwargs}")
 
     @contextmanager
     def around_batches(self, learn):
