@@ -250,6 +250,10 @@ def test_the_budget_of_a_device(fakegpu, monkeypatch):
     assert ways.free_bytes(device)==.9*1300
     assert ways.peak_bytes(lambda: now.update(memory_allocated=600, max_memory_allocated=750), device)==250
 
+def test_a_device_that_counts_no_memory():
+    learn = SimpleNamespace(dls=SimpleNamespace(device='mps'))
+    with pytest.raises(RuntimeError, match='counts no memory on mps'): ways.Trials(learn)
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='tries what fits on a GPU, and this machine has none')
 def test_what_fits_on_a_gpu():
     learn = learner(bs=64, px=64)
