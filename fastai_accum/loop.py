@@ -291,9 +291,8 @@ class Window:
     micro = None         # the current micro-batch
     is_last = False      # whether it is expected to be the last
     n_stepped = 0        # samples of this process that reached the step
-    total = 1            # what the mean divides by
     scale = None         # what the losses are divided by
-    factor = 1           # what the gradients are multiplied by at the end
+    total = factor = None   # at the end, what the mean divides by, and what the gradients are multiplied by
     def __init__(self, epoch):
         self.epoch,self.acc,self.learn = epoch,epoch.acc,epoch.learn
 

@@ -250,3 +250,6 @@ def test_two_numbers_of_another_divisor(other, k):
                          cbs=way(others[other]))
     with pytest.raises(ValueError, match=r'must be max\(c, n\) and n, with the same c.*coupled=True'): learn.fit(1)
     assert not learn.spy.steps
+
+def test_lengths_in_a_tuple():
+    assert loss_weight(nn.CTCLoss(), torch.randn(7,2,4), torch.ones(2,3).long(), (7,7), (1,2))==2
