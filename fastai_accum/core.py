@@ -173,9 +173,10 @@ _fastais = getattr(Learner.fit, 'fastais', Learner.fit)   # also if this cell ru
 @patch_to(Learner)
 @wraps(_fastais)
 def fit(self, n_epoch, lr=None, wd=None, cbs=None, *args, **kwargs):
-    acc = added(self, L(cbs))
+    cbs = L(cbs)   # it may be an iterator
+    acc = added(self, cbs)
     if not acc: return _fastais(self, n_epoch, lr, wd, cbs, *args, **kwargs)
     acc.__class__ = _OfOneFit
-    try: return _fastais(self, n_epoch, lr, wd, L(cbs)+[acc], *args, **kwargs)
+    try: return _fastais(self, n_epoch, lr, wd, cbs+[acc], *args, **kwargs)
     finally: self.accumulate_step = acc   # fastai has removed it; keep it for its counts
 Learner.fit.fastais = _fastais

@@ -76,7 +76,7 @@ class GradAccumDtype(Callback):
     def before_step(self):
         "Cast the mean over the window to the dtype of each parameter"
         win = in_charge(self.learn).window
-        sums = vars(win).get('sums')   # `None` if it has no gradients
+        sums = win and vars(win).get('sums')   # `None` if it has no gradients, or if there are no windows
         while sums:
             p,g = sums.popitem()
             if g.is_sparse: g = g.coalesce()   # before it is rounded

@@ -21,7 +21,7 @@ from .turns import Coupled,Hidden,Plain
 from .private import compiled_in_place
 from .state import ModelState,State,arrays,everybodys,held,lent,refuse_lazy
 from .devices import Autocast,accelerators,free_memory,is_out_of_memory
-from .slices import is_array,join,leaves,n_rows,slices,versions
+from .slices import is_array,join,n_rows,slices,versions
 from .windows import batch_size,n_inputs,n_of
 
 # %% ../nbs/cutting.ipynb #cutt0006

@@ -6,7 +6,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/modes.html.md"""
 
 # %% auto #0
 __all__ = ['synced', 'AtNorms', 'by_itself', 'drawn', 'Coins', 'fair', 'middle', 'InDouble', 'in_64', 'double', 'modes_stay',
-           'eager', 'quiet']
+           'eager', 'quiet', 'all_digits']
 
 # %% ../nbs/modes.ipynb #d057af8e
 from contextlib import nullcontext
@@ -145,16 +145,21 @@ def eager(model):
 @contextmanager
 def quiet(is_double=True):
     "A block that prints nothing, sends nothing to other processes, and computes with all digits"
-    dtype,precision = torch.get_default_dtype(),torch.get_float32_matmul_precision()
-    cudnn = torch.backends.cudnn
+    dtype = torch.get_default_dtype()
     alone = lent(torch.distributed, is_initialized=noop)
-    # a GPU chooses no algorithm by its time
-    flags = cudnn.flags(enabled=cudnn.enabled, deterministic=cudnn.deterministic, allow_tf32=False)
     try:
-        with warnings.catch_warnings(action='ignore'),redirect_stdout(io.StringIO()),alone,flags:
-            torch.set_float32_matmul_precision('highest')
+        with warnings.catch_warnings(action='ignore'),redirect_stdout(io.StringIO()),alone,all_digits():
             if is_double: torch.set_default_dtype(torch.float64)
             yield
-    finally:
-        torch.set_default_dtype(dtype)
-        torch.set_float32_matmul_precision(precision)
+    finally: torch.set_default_dtype(dtype)
+
+@contextmanager
+def all_digits():
+    "A block in which a GPU computes with all digits of float32, and chooses no algorithm by its time"
+    cudnn = torch.backends.cudnn
+    try: was,_ = torch.get_float32_matmul_precision(),cudnn.allow_tf32
+    except RuntimeError: yield; return   # you have set it by the names of PyTorch 2.9
+    torch.set_float32_matmul_precision('highest')
+    try:
+        with cudnn.flags(enabled=cudnn.enabled, deterministic=cudnn.deterministic, allow_tf32=False): yield
+    finally: torch.set_float32_matmul_precision(was)

@@ -313,6 +313,8 @@ class ModelState(State):
         res.places,res.tensors = [p for p,_ in buffers],[t for _,t in buffers]
         return res
 
+    def found(self): return {*map(id, self.changed()), *map(_key, self.places)}   # the keys of what may change again
+
     def late(self, part, but=()):
         "The keys of what has changed, although it is not in the `part`, nor a buffer whose `id` is in `but`"
         known = {*map(id, part.objects), *map(_key, part.places)}

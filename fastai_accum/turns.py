@@ -13,7 +13,7 @@ from fastai.basics import *
 from torch.utils.checkpoint import checkpoint
 from .private import buffer_dict,change_hidden,copy_all,tree_flatten,tree_unflatten
 from .slices import NotPossible,Refused,join,keys,leaves,n_rows,tree_map,versions
-from .state import ModelState,State,buffers,container,everybodys,held,is_generator
+from .state import ModelState,State,container,everybodys,held,is_generator
 from .windows import n_of
 
 # %% ../nbs/turns.ipynb #ccfbae69
@@ -193,7 +193,7 @@ class Coupled:
     def __init__(self, micro):
         self.micro,self.model = micro,get_model(micro.learn.model)
         self.generators = everybodys(self.model)
-        self.found = {(id(bs),k) for bs,k in buffers(self.model)}   # what slices change
+        self.found = None   # what slices change, after the first batch
 
     def parts(self, learn, b):
         with self.micro.sliced(learn): yield b,n_of(learn.dls, b),True
@@ -202,13 +202,17 @@ class Coupled:
 
     def run(self, learn, forward, xb, parts, sizes):
         "The predictions for each slice"
-        return self.in_turns(self.found, lambda part: one_by_one(part, forward, parts, sizes))
+        def run(part):
+            preds = one_by_one(part, forward, parts, sizes)
+            if self.found is None: self.found = part.found()
+            return preds
+        return self.in_turns(self.found, run)
 
     def in_turns(self, found, run, but=()):
-        "`run(part)` with the part of the state that is `found`, again if the batch changes more, except the buffers in `but`"
+        "`run(part)` with the `found` part of the state, or all, again if the batch changes more, except the buffers in `but`"
         while True:
             state = self.state()
-            part = state.only(found)
+            part = state if found is None else state.only(found)
             try: preds = run(part)
             except BaseException:
                 state.restore()
@@ -216,6 +220,7 @@ class Coupled:
             late = state.late(part, but)
             if not late: return preds
             found |= late
+            del preds   # with its graph
             state.restore()
 
     def after_pred(self, learn):

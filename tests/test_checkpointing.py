@@ -229,6 +229,10 @@ def test_blocks_that_are_refused():
 def plain(n): return nn.Sequential(*[nn.Linear(2,2) for _ in range(n)])
 def weight_normed(): return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(3,3,1)), nn.ReLU())
 
+def shares_its_activation():
+    act = nn.ReLU(inplace=True)
+    return nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(2,2),act)])
+
 found = [
     (body(resnet18),  '0[0:4] 0.4.0 0.4.1 0.5.0 0.5.1 0.6.0 0.6.1 0.7.0 0.7.1 model[1:2]'),
     (lambda: xresnet18(n_out=3), 'model[0:4] 4.0 4.1 5.0 5.1 6.0 6.1 7.0 7.1 model[8:12]'),
@@ -246,7 +250,7 @@ def test_find_blocks():
     for make in *(make for make,_ in found),awd_lstm,lambda: create_unet_model(resnet18, 3, (32,32), pretrained=False):
         inside = [id(o) for b in find_blocks(make()) for m in b.ms for o in m.modules()]
         assert inside and len(inside)==len(set(inside)), 'blocks overlap'
-    assert str(Block('', plain(4)))=='the model'
+    assert str(Block('', plain(4)))=='the model' and names(shares_its_activation())=='model[0:4] model[4:8]'
 
 def tower():
     "Ten blocks, whose activations are most of the memory"

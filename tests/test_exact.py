@@ -176,6 +176,7 @@ uses = dict(   # models, and arguments of `same_slices`
     torch      = (lambda: flat(statistics), {}),
     own        = (lambda: flat(lambda h, bn: bn(h), Act(8)), {}),
     computed   = (lambda: flat(computed, bn8()), {}),
+    a_view     = (lambda: flat(lambda h, bn: F.batch_norm(h, None, None, bn.weight.view(-1), bn.bias.detach(), True), bn8()), {}),
     unused     = (lambda: flat(lambda h, bn: (bn(h), h)[1], bn8()), {}),
     skips      = (lambda: flat(lambda h, a, b, c: c((h+b(a(h).tanh())).tanh())+h, bn8(), bn8(), bn8()),
                   dict(x=X2, y=Y2)),

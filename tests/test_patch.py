@@ -35,6 +35,11 @@ def check(fit, how, existing, tmp_path):
 @each(7, fit=fits, how=settings, existing=[True,False])
 def test_every_way_to_train(fit, how, existing, tmp_path): check(fit, how, existing, tmp_path)
 
+def test_callbacks_in_an_iterator():
+    seen,learn = [],make_learner(make_dls(64, 8))
+    learn.fit(1, cbs=map(noop, [Callback(after_step=lambda cb: seen.append(1))]))
+    assert len(seen)==8
+
 def make(n=96, **kwargs): return make_learner(make_dls(n, 8), **kwargs)
 def steps(learn, **kwargs): learn.spy.steps = []; learn.fit(1, **kwargs); return len(learn.spy.steps)
 def n_step(): return accumulation_settings() and accumulation_settings()['n_step']

@@ -159,6 +159,9 @@ def test_without_windows(tmp_path):
     with accumulation(4): learn.fit(1); learn.lr_find(num_it=10, show_plot=False, suggest_funcs=None)
     learn.fit(1, cbs=AccumulateStep(4))
     learn.validate()
+    learn.add_cb(AccumulateStep(4)).fit(1)
+    with learn:   # by hand
+        learn.model.train(); learn.training = True; learn.one_batch(0, learn.dls.one_batch())
 
 def test_refusals(tmp_path):
     for v in 32, 'float32', torch.int32, None, torch.float8_e4m3fn:

@@ -7,6 +7,7 @@ from harness import *
 from kinds import Odd
 from fastai_accum.all import *
 from fastai_accum.proof import dry as the_record
+from fastai.callback.hook import Hook
 from fastai_accum.proof.dry import Dry,planning
 from fastai_accum.slices import Refused
 from torch.utils.checkpoint import checkpoint
@@ -39,6 +40,34 @@ def test_an_ordinary_model_is_proved_once(k, capsys):
     out = capsys.readouterr().out
     assert out.count('is proved on your model: 4 samples')==1
     assert 'What is proved: https://' in out
+
+@pytest.mark.skipif(not hasattr(torch.backends, 'fp32_precision'), reason='this PyTorch has no such setting')
+def test_precision_set_by_its_new_name(capsys):
+    was = torch.backends.fp32_precision
+    torch.backends.fp32_precision = 'ieee'
+    try:
+        learner(net(), MicroBatch(3, exact=True)).fit(1)
+        assert n_proofs(capsys)==1
+    finally: torch.backends.fp32_precision = was
+
+def test_hooks_of_callbacks_are_set_aside():
+    class Seen(Callback):
+        def note(self, *_): self.n = self.n+1
+        n = 0
+    cb,m = Seen(),nn.Linear(2,2)
+    for h in cb.note,partial(cb.note),lambda *_: cb.note(): m.register_forward_hook(h)
+    hook = Hook(m, lambda *_: cb.note())
+    Dry(m).run(lambda x: m(x), [(torch.ones(1,2),)])
+    assert cb.n==0 and len(m._forward_hooks)==4
+    hook.remove()
+
+def test_a_hook_that_knows_the_learner():
+    "It is the user's, and mixes samples"
+    learn = learner(net(), MicroBatch(3, exact=True))
+    def epoch(): return learn.epoch
+    def hook(m, xs, out): epoch(); return out-out.mean(0)
+    learn.model[1].register_forward_hook(hook)
+    with pytest.raises(Refused, match='is not possible'): learn.fit(1)
 
 @each(k=ways, n=[2,3])
 def test_few_samples(k, n):

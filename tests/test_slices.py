@@ -490,6 +490,15 @@ def test_hooks_that_come_with_the_first_batch(kw):
     a,_ = alike(MicroBatch(5, **kw), model=odd(hooks, done=False))
     assert len(a.model.m[0]._forward_hooks)==1
 
+def test_each_row_comes_once_to_a_hook():
+    "Also if the model keeps something, in the first batch of a validation"
+    rows,learn = [],make_learner(make_dls(64, 8), odd(keeps_its_input, x=None)(), cbs=MicroBatch(4))
+    learn.model.m[0].register_forward_hook(lambda m, xs, out: rows.append(len(out)))
+    learn.validate()
+    assert sum(rows)==learn.dls.valid.n and len(learn.model.x)==8
+
+def keeps_its_input(m, x): m.x = x; return m.m(x)
+
 def test_the_count_of_samples_is_not_stale():
     "After a cancel the loader runs out of memory: that is no reason for smaller slices"
     def late(cb):

@@ -175,14 +175,14 @@ def _find(m, name, kinds):
         if _is_chain(m) and not is_long and kinds.isdisjoint(map(type, c.modules())): continue
         res += [*_in_row(m, name, start, i, kinds), *_find(c, f'{name}.{k}' if name else k, kinds)]
         start = i+1
-    return [*res, *_in_row(m, name, start, len(list(m.children())), kinds)]
+    return [*res, *_in_row(m, name, start, len(m) if _is_chain(m) else 0, kinds)]
 
 # %% ../../nbs/memory/checkpointing.ipynb #50cc8a2d
 def _in_place(m): return getattr(_layers(m)[0], 'inplace', False)
 
 def _in_row(m, name, i, j, kinds):
     "The blocks of the children `i` to `j` of `m`: one, or pieces of about √n of n layers"
-    cs = list(m.children())
+    cs = list(m) if _is_chain(m) else []   # a module may come twice
     while i<j and _in_place(cs[i]): i += 1
     sizes = [len(_layers(c)) for c in cs[i:j]]
     most = sum(sizes)**.5 if not kinds or sum(sizes)>_many else math.inf

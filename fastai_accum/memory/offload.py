@@ -172,8 +172,6 @@ class Host(Copies):
         # the copy of an expanded tensor is larger
         return memory.nbytes()<t.nbytes or memory.data_ptr() in self.own
 
-    def is_models(self, t): return _addresses([t])<=self.models   # or of a class of its own
-
     def put(self, t):
         "What is kept of `t`: the tensor itself if it stays, otherwise a `Kept`"
         if isinstance(t, Kept) or self.stays(t): return t

@@ -187,7 +187,8 @@ def most(model, b, n, n_inp, way):
         # slices wait at batch norms: on a CPU with all that they keep, otherwise with what goes around
         return min(n, max(2*size, n//3+size)) if on else n
     sizes = Sizes()
-    def modes(w): return quiet(False),eager(model),torch.no_grad(),sizes
+    kinds = {'cpu', *(d.type for d in on)}
+    def modes(w): return quiet(False),eager(model),*[torch.autocast(k, enabled=False) for k in kinds],torch.no_grad(),sizes
     with suppress(Exception):   # the look fails in the same way
         few = way.cut(b, max(2, size))[0][:n_inp]
         Dry(model).run(lambda *xb: model.forward(*xb), [few], modes)

@@ -27,7 +27,8 @@ def _is_of_callback(h, depth=5):
     if isinstance(h, (Callback,Learner)): return True
     # of a method, or of a `Hook` of fastai
     inner = [getattr(h, k, None) for k in ('__self__','hook_func')]
-    if isinstance(h, (FunctionType,partial)): inner += [v for _,v in items(h)]
+    if isinstance(h, partial): inner.append(h.func)
+    if isinstance(h, FunctionType) and any(isinstance(v, (Callback,Learner)) for _,v in items(h)): return True
     return depth>0 and any(_is_of_callback(o, depth-1) for o in inner if o is not None)
 
 def _same(a, b): return a.dtype==b.dtype and torch.equal(a, b)
