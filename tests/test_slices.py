@@ -490,6 +490,12 @@ def test_hooks_that_come_with_the_first_batch(kw):
     a,_ = alike(MicroBatch(5, **kw), model=odd(hooks, done=False))
     assert len(a.model.m[0]._forward_hooks)==1
 
+def test_a_batch_that_needs_no_cut_runs_once():
+    n,learn = [],make_learner(make_dls(64, 8), cbs=MicroBatch(8, coupled=True))
+    learn.model.register_forward_pre_hook(lambda m, x: n.append(m.training))
+    learn.fit(1)
+    assert sum(n)==8
+
 def test_each_row_comes_once_to_a_hook():
     "Also if the model keeps something, in the first batch of a validation"
     rows,learn = [],make_learner(make_dls(64, 8), odd(keeps_its_input, x=None)(), cbs=MicroBatch(4))
