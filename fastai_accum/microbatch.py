@@ -80,6 +80,9 @@ def micro_batch(self:Learner,
     cb = MicroBatch(bs, **kwargs)
     return self.remove_cbs(self.cbs.filter(risinstance(MicroBatch))).add_cb(cb)
 
+@patch
+def microbatch(self:Learner, *args, **kwargs): raise AttributeError("write learn.micro_batch(…), with an underscore")
+
 # %% ../nbs/cutting.ipynb #cutbegin
 @patch
 def begin(self:MicroBatch):

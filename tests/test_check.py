@@ -297,7 +297,7 @@ cases = dict(
     backward_too=(lambda: in_order(AccumulateStep(4), cls=Assigned, model=net(bn(), nn.Dropout())),
                   'batch norm 1, dropout 2, backward Assigned'),
     own_generator=(lambda: learner(net(own_coin())), 'unknown 1'),
-    centre=(lambda: learner(net(centre())), 'unknown 1', 'OffloadActivations()'),
+    centre=(lambda: learner(net(centre())), 'unknown 1', 'learn.offload_activations()'),
     centre_hides_the_loss=(lambda: learner(net(centre()), masked), 'unknown 1', 'keep the large batch'),
     exact_centre=(lambda: learner(net(centre()), cbs=MicroBatch(4, exact=True)), 'unknown 1', 'keep the large batch'),
     centre_and_norm=(lambda: in_order(MicroBatch(4, exact=True), model=net(centre(), bn()), bs=16),
@@ -324,16 +324,19 @@ def test_causes(case, capsys, recwarn):
     assert not any(capsys.readouterr()) and set(the_refusals._noted)==said
     assert not any('AccumulateStep' in str(o.message) for o in recwarn)
     lines = [o.remedy.split(' instead of')[0].split('; or')[0] for o in check.causes]
-    is_line = [o.startswith(('GradientCheckpointing()','MicroBatch(','AccumulateStep(')) for o in lines]
+    is_line = [o.startswith('learn.') for o in lines]
     if says:
         assert not any(is_line) and all(says[0] in o.remedy for o in check.causes), check
         return
     assert all(is_line), lines
     lines = [o for o in lines if 'exact' in o][:1] or [o for o in lines if 'coupled' in o][:1] or lines
     learn.remove_cbs(learn.cbs.filter(risinstance((AccumulateStep,MicroBatch))))
-    clean(learn.add_cb(eval(lines[0])).check_accumulation())
+    eval(lines[0].split(' or ')[-1])   # the last one cuts
+    clean(learn.check_accumulation())
 
 def test_other_remedies():
+    for o in normed_blocks(AccumulateStep(2)).check_accumulation().causes:
+        assert o.remedy.startswith('learn.gradient_checkpointing() or learn.micro_batch('), o
     learn = learner(net(bn()), cbs=BatchNormEval())
     clean(learn.check_accumulation())
     learn.model[1] = nn.GroupNorm(1, 5).double()
@@ -369,7 +372,7 @@ def test_says_what_the_training_does(k):
     if not differs: clean(check); return close(trained(learn), large)
     assert rel(trained(learn), large)[0]>1e-6
     assert [(o.kind,o.where) for o in check.causes]==[('backward',k)]
-    assert 'MicroBatch(bs=4, coupled=True) instead of AccumulateStep' in check.causes[0].remedy
+    assert 'learn.micro_batch(4, coupled=True) instead of AccumulateStep' in check.causes[0].remedy
     close(trained(make(MicroBatch(4, coupled=True), bs=16)), large)
 
 def test_as_few_whole_batches_as_make_a_window():
@@ -605,14 +608,14 @@ def other_lengths():
 whole = 'Nothing is wrong: your learner trains on whole batches'
 shown = dict(
     differs=(lambda: learner(net(bn()), lambda p,y: masked(p, y)), f'{whole}. Micro-batches would not give the same',
-             'batch norm', '-> MicroBatch(bs=4, exact=True)', '15 samples'),
+             'batch norm', '-> learn.micro_batch(4, exact=True)', '15 samples'),
     plain=(learner, f'{whole}. Micro-batches would give the same gradient',
            'Compared: one step on 15 samples of the first 3 training batches',
            'AccumulateStep(n_step=2) as an example'),
     windows=(lambda: learner(cbs=AccumulateStep(2)), 'The micro-batches give the same gradient',
              'the error is'),
     cuts_nothing=(lambda: learner(net(bn()), cbs=MicroBatch(8)), f'{whole}, since the bs of MicroBatch',
-                  'with MicroBatch(bs=4) as an example', '-> MicroBatch(bs=4, exact=True);'),
+                  'with MicroBatch(bs=4) as an example', 'learn.micro_batch(4, exact=True);'),
     other_lengths=(other_lengths, 'of the first training batch', 'only between batches could not be compared'))
 
 @each(k=shown)

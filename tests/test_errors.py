@@ -53,6 +53,9 @@ def test_arguments(case):
     exc,f,match = case
     with pytest.raises(exc, match=match): f()
 
+def test_without_the_underscore():
+    with pytest.raises(AttributeError, match='write learn.micro_batch'): make_learner(make_dls(64, 8)).microbatch(8)
+
 def test_integers_of_numpy(): assert acc(np.int64(4)).n_step==4 and type(cut(np.int64(5)).bs) is int
 
 def refused(learn, match, exc=ValueError, fit=lambda l: l.fit(1)):

@@ -20,7 +20,7 @@ from ..modes import eager,quiet
 from ..private import split_batch
 from ..proof.guard import Status,guard
 from ..proof.dry import first_unlike
-from ..refusals import NotProved,check_count,check_loader
+from ..refusals import NotProved,as_line,check_count,check_loader
 from ..slices import Refused
 from ..state import refuse_lazy
 
@@ -112,7 +112,7 @@ def remedy(bench, kind, on):
     lines,keep = [],''
     with suppress(Exception):   # such as a model without blocks
         whole = bench.whole[0],[GradientCheckpointing()]
-        if kind!='loss' and not bench.savers and bench.error(on, whole)<=bench.tol: keep = 'GradientCheckpointing() or '
+        if kind!='loss' and not bench.savers and bench.error(on, whole)<=bench.tol: keep = 'learn.gradient_checkpointing() or '
     for k in bench.ways:
         cb = MicroBatch(bench.size, split=getattr(bench.cut, 'split', None), **{k:True})
         try:
@@ -120,13 +120,13 @@ def remedy(bench, kind, on):
             prove(bench, cb)
             cb.bs = bench.yours if bench.is_own and bench.yours else max(1, (bench.loaded or bench.size)//2)
             is_instead = bench.acc and bench.is_own
-            lines = [f'{keep}{cb!r}' + ' instead of AccumulateStep, with the large batch size in the loader'*bool(is_instead)]
+            lines = [keep + as_line(cb) + ' instead of AccumulateStep, with the large batch size in the loader'*bool(is_instead)]
             break
         except Refused as e: lines.append(said(e))
         except Exception: pass   # whatever the learner's own code raises, there is other advice
     if kind in _advice: lines.append(_advice[kind])
     if kind=='unknown' or not lines:
-        how = f', with {keep}OffloadActivations()'*(not bench.savers)
+        how = f', with {keep}learn.offload_activations()'*(not bench.savers)
         lines.append(f'keep the large batch in memory{how}')
     return '; or '.join(lines)
 
