@@ -392,7 +392,7 @@ def test_the_check_names_only_what_the_fit_accepts(mode, p, n_views, is_exact):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6,8), Odd(depth, a=nn.Linear(8,8)), nn.Linear(8,3)).double()
         return make_learner(make_dls(64, bs), model, cbs=cb, splitter=params)
-    assert ('(bs=8, exact=True)' in str(learner(8, AccumulateStep(4)).check_accumulation()))==is_exact
+    assert ('(8, exact=True)' in str(learner(8, AccumulateStep(4)).check_accumulation()))==is_exact
     exact = learner(32, MicroBatch(8, exact=True))
     if is_exact: return exact.fit(1)
     with pytest.raises(ValueError, match='exact=True is not possible'): exact.fit(1)
