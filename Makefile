@@ -28,7 +28,7 @@ test: $(READY) ## Every notebook and every test (with SWEEP=1, the sweeps of the
 rounding: $(READY) ## Every notebook, as on a processor that rounds otherwise, with tolerances a hundred times smaller
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rounding.py
 
-mutants: $(READY) ## Which of some small mistakes in the package the tests find (an hour)
+mutants: $(READY) ## Which of some small mistakes in the package the tests find (some hours)
 	$(BIN)/python benchmarks/mutants.py --save
 
 test-fresh: $(READY) ## The wheel and its first example, in fresh environments of Python 3.11 to 3.13 (downloads 6 GB for each)

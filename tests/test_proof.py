@@ -54,9 +54,10 @@ def test_precision_set_by_its_new_name(capsys):
 def test_the_middle_of_each_range():
     "What random draws return where a trial leaves chance out"
     with Coins(middle):
-        drawn = [torch.rand(1), torch.empty(1).uniform_(2, 4), torch.randint(2, 6, (1,)), torch.empty(1).exponential_(4),
-                 torch.randn(1), torch.empty(1).normal_(3, 2), torch.bernoulli(torch.tensor([.25])), F.dropout(torch.ones(1))]
-    assert [o.item() for o in drawn]==[.5, 3, 4, .25, 0, 3, .25, 1]
+        drawn = [torch.rand(1), torch.empty(1).uniform_(2, 4), torch.randint(2, 6, (1,)), torch.randn(1),
+                 torch.empty(1).exponential_(4), torch.empty(1).normal_(3, 2), torch.bernoulli(torch.tensor([.25])),
+                 F.dropout(torch.ones(1))]
+    assert [o.item() for o in drawn]==[.5, 3, 4, 0, .25, 3, .25, 1]
 
 def test_hooks_of_callbacks_are_set_aside():
     class Seen(Callback):

@@ -73,8 +73,8 @@ in_step = 'It acts on each micro-batch. Act in `before_step`, which is exact.'
     limit('weight decay by hand in `after_backward`', in_step, cb=lambda: Callback(after_backward=decay)),
     limit('a hook on a parameter that clamps its gradient',
           'It clamps the gradient of each micro-batch. Clamp in `before_step`.', model=clamped),
-    limit('`zero_grad` in `before_batch`', 'It deletes the gradients of earlier micro-batches. You do not need it: fastai '
-          'calls `zero_grad` after each step.', cb=lambda: Callback(before_batch=zero)),
+    limit('`zero_grad` in `before_batch`', 'It deletes the gradients of earlier micro-batches. You do not need it: '
+          'fastai calls `zero_grad` after each step.', cb=lambda: Callback(before_batch=zero)),
     limit('SAM, and others that run the model again in `before_step`', 'They only see the last micro-batch. With '
           '`MicroBatch(bs, coupled=True)` they see the whole batch, which is exact.', cb=SAM),
     limit('spectral norm', 'Its state changes in `forward`, which runs once per micro-batch.', 1e-4, opt_func=Adam,
