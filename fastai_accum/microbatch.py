@@ -39,6 +39,7 @@ class MicroBatch(WindowCallback):
     size = None              # samples in a slice of the last batch
     warned = False           # that a batch was not cut
     guarded = ()             # the sizes of batches and slices that this fit has tried
+    told = False             # that nothing is saved on a CPU
     _stateattrs = 'window','group','mode','kept'
     fits = {}                # how many samples fit, if a batch does not, by `learn.training`
 
@@ -99,11 +100,11 @@ def begin(self:MicroBatch):
                          "batch, and only that of AWD-LSTM can be cut; use a smaller batch size in "
                          "the loader, and AccumulateStep")
     bs = batch_size(learn.dls.train)
-    if self.bs!='auto' and bs and self.bs>bs:
+    if self.bs!='auto' and bs and self.bs>=bs:
         is_alone = in_charge(learn) is self
         more = "; for steps of more samples than a batch has, add AccumulateStep"*is_alone
-        warnings.warn(f"MicroBatch: bs={self.bs} is above the batch size {bs} of the loader, so no batch is "
-                      f"cut{more}", stacklevel=2)
+        warnings.warn(f"MicroBatch: bs={self.bs} is not below the batch size {bs} of the loader, so no batch of "
+                      f"the training is cut{more}", stacklevel=2)
 
 # %% ../nbs/cutting.ipynb #cutslice
 @patch
@@ -175,7 +176,8 @@ def around_batches(self:MicroBatch, learn):
 
 @patch
 def mode_for(self:MicroBatch, training):
-    kind = Exact if self.exact else Coupled if self.coupled or not training else Plain
+    kind = Coupled if self.coupled or not training else Plain
+    if self.exact: kind = Exact
     if not training: return kind(self)
     if type(self.kept) is not kind: self.kept = kind(self)
     return self.kept
@@ -224,7 +226,9 @@ def forward(self:MicroBatch, learn, forward, *xb, **kwargs):
             self.cut_inputs(learn, xb)   # what cannot be cut has an error of its own
             guard(self, learn, xb)
             self.guarded += sizes,
-        return in_slices()
+        preds = in_slices()
+        if self.exact: self.mode.tell()
+        return preds
     undo = ModelState(learn.model).restore if self.bs=='auto' else None
     return self.retry(learn, in_slices, [(b,versions(b))], undo)
 

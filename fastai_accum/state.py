@@ -81,8 +81,9 @@ def items(o):
     "What the object `o` holds, with names, keys or numbers, and without hooks"
     if isinstance(o, nn.Module): return [(k,v) for k,v in vars(o).items() if k not in _hooks]
     if isinstance(o, partial): o = [o.func, *o.args, *o.keywords.values()]
-    cells = o.__closure__ or () if isinstance(o, FunctionType) else [o] if isinstance(o, CellType) else None
-    if cells is not None: o = [c.cell_contents for c in cells if c!=CellType()]
+    if isinstance(o, (FunctionType,CellType)):
+        cells = o.__closure__ or () if isinstance(o, FunctionType) else [o]
+        o = [c.cell_contents for c in cells if c!=CellType()]
     vs = () if is_generator(o) else container(o)
     if len(vs)>10_000: return ()
     return vs.items() if isinstance(vs, dict) else enumerate(vs)

@@ -93,6 +93,7 @@ class Turns:
                 new = map(Tensor.view_as, _mean(flat, weights).split([o.numel() for o in olds]), olds)
             copy_all(olds, list(new))
 
+# %% ../nbs/turns.ipynb #aa01686b
 def _mean(rows, weights):
     "The mean of the `rows` of a tensor"
     by = rows.new_tensor(weights)/sum(weights)

@@ -3,6 +3,7 @@ import pytest
 from harness import *
 from kinds import Odd
 from fastai_accum.core import *
+from fastai_accum.memory.offload import OffloadActivations
 
 def learner(*cbs, n=64, bs=8, **kwargs): return make_learner(make_dls(n, bs), cbs=cbs, **kwargs)
 
@@ -151,12 +152,22 @@ def test_a_window_of_one_batch_has_no_note(capsys):
         learner(acc(n_samples=n), bs=16, model=model).fit(1)
         assert ('batch norm sees' in capsys.readouterr().out)==said, n
 
-def test_slices_above_the_batch():
+@each(n=[64,16])
+def test_slices_as_large_as_the_batch(n):
     "The warning does not say to add what is there"
     for cbs in [],[acc(2)]:
-        with pytest.warns(UserWarning, match='MicroBatch: bs=64 is above.* 16 .*no batch is cut') as found:
-            learner(cut(64), *cbs, bs=16).fit(1)
+        with pytest.warns(UserWarning, match=f'MicroBatch: bs={n} is not below.* 16 .*no batch of the training') as found:
+            learner(cut(n), *cbs, bs=16).fit(1)
         assert any('add AccumulateStep' in str(o.message) for o in found)!=bool(cbs)
+
+@each(norm=[True,False])
+def test_nothing_is_saved_on_a_cpu(norm, capsys):
+    "It is said once, and of exact slices only where a batch norm keeps activations"
+    model = nn.Sequential(nn.BatchNorm1d(6) if norm else nn.Dropout(), nn.Linear(6,3)).double()
+    for cb,said in (cut(8, exact=True),norm),(cut(8, coupled=True),False),(OffloadActivations(),True):
+        learn = learner(cb, bs=16, model=deepcopy(model))
+        for _ in range(2): learn.fit(1)
+        assert capsys.readouterr().out.count('a CPU, so it saves no memory here')==said, cb
 
 def test_dropped_samples_are_said(capsys):
     "One line, once a fit, if more than 5 % of an epoch's samples reach no step"

@@ -223,7 +223,7 @@ one_micro = dict(one_step=lambda: AccumulateStep(1), by_samples=lambda: Accumula
                  exact=lambda: MicroBatch(5, exact=True))
 
 @each(way=one_micro)
-@pytest.mark.filterwarnings('ignore:MicroBatch.*no batch is cut')
+@pytest.mark.filterwarnings('ignore:MicroBatch.*no batch of the training')
 def test_one_micro_batch_is_plain(way):
     loss = nn.CrossEntropyLoss(weight=tensor([1.,5.,.2]).double())
     a,b = same(one_micro[way], bs=12, large=12, n=32, also=Grads, loss_func=loss)

@@ -12,7 +12,7 @@ def whole(cbs, n=76, bs=32, **kwargs): return same(cbs, bs, bs, n, **{**one_grou
 def odd(f, **kwargs): return Odd(f, m=small_model(), **kwargs)
 
 @each(10, coupled=[False,True], drop_last=[False,True], n=[64,76,75,40], bs=[1,5,8,31,32,100])
-@pytest.mark.filterwarnings('ignore:MicroBatch.*no batch is cut')
+@pytest.mark.filterwarnings('ignore:MicroBatch.*no batch of the training')
 def test_same_as_the_whole_batch(coupled, drop_last, n, bs):
     whole(lambda: MicroBatch(bs, coupled=coupled), n, drop_last=drop_last)
 
