@@ -54,10 +54,11 @@ class WindowCallback(Callback):
     def __repr__(self): return f"{type(self).__name__}({arguments(self)})"
 
     def after_fit(self):
-        "Say if callbacks, or weights of 0, have left nothing of the whole fit"
-        if self.counts.n_steps or not self.counts.sizes or 'lr_finder' in vars(self.learn): return
-        warnings.warn(f"{self}: the fit has made no step: each of its {len(self.counts.sizes)} windows was cancelled, "
-                      "or has the weight 0; remove a callback that accumulates by itself", stacklevel=2)
+        "Say if callbacks, or weights of 0, have left nothing of most windows"
+        n,made = len(self.counts.sizes),self.counts.n_steps
+        if 2*made>=n or 'lr_finder' in vars(self.learn): return
+        warnings.warn(f"{self}: the fit has made {made or 'no'} steps in {n} windows: the others were cancelled, or "
+                      "have the weight 0; remove a callback that accumulates by itself", stacklevel=2)
 
     def before_fit(self): pass   # a subclass may call it
 
@@ -147,6 +148,9 @@ def averages(self:WindowCallback, loss_func):
     return not sums_by_nature(loss_func)
 
 # %% ../nbs/loop.ipynb #2708aa29
+_one_sample = ("batch norm needs two samples, and a micro-batch has one; pass a bs that leaves two or more in each, or "
+               "drop_last=True to the loader, or see `BatchNormEval`")
+
 class Epoch:
     "An epoch of `learn` in windows"
     def __init__(self, acc, learn):
@@ -182,8 +186,9 @@ class Epoch:
             win = self.slicer.attempt(self, sum_up, batches) if self.slicer else sum_up(batches)
             if self.windows.is_full or not self.windows.drop_last: self.end(i, win)
             else: _throw_away(learn, hypers)
-        except BaseException:
+        except BaseException as e:
             clear_gradients(learn)
+            if 'more than 1 value per channel' in str(e): e.add_note(f"{self.acc}: {_one_sample}")
             raise
         finally: self.acc.window = None
 

@@ -15,6 +15,7 @@ from .processes import Alone,processes
 from .refusals import *
 from .exact.whole import Exact,refuse_long
 from .memory.checkpointing import GradientCheckpointing
+from .memory.offload import tell_if_here
 from .proof.guard import guard
 from .proof.compare import Way
 from .turns import Coupled,Hidden,Plain
@@ -167,6 +168,7 @@ def around_batches(self:MicroBatch, learn):
     # `validate` may come in the middle of an epoch
     was,self.mode = self.mode,self.mode_for(learn.training)
     try:
+        if learn.training and self.exact and splits_norms(learn): tell_if_here(self, learn, 'MicroBatch: exact=True')
         if learn.training or not self.valid: yield; return
         with processes(learn.model).silent(),self.sliced(learn): yield
     finally:
@@ -226,9 +228,7 @@ def forward(self:MicroBatch, learn, forward, *xb, **kwargs):
             self.cut_inputs(learn, xb)   # what cannot be cut has an error of its own
             guard(self, learn, xb)
             self.guarded += sizes,
-        preds = in_slices()
-        if self.exact: self.mode.tell()
-        return preds
+        return in_slices()
     undo = ModelState(learn.model).restore if self.bs=='auto' else None
     return self.retry(learn, in_slices, [(b,versions(b))], undo)
 
@@ -326,10 +326,7 @@ def say_size(self:MicroBatch, learn, n):
 @patch
 def add_hint(self:MicroBatch, e):
     "Say in the error `e` what to do"
-    if 'more than 1 value per channel' in str(e):
-        e.add_note("MicroBatch: one slice has a single sample, and batch norm needs two; "
-                   "pass a bs that leaves two or more in each slice, or see `BatchNormEval`")
-    elif self.n and self.size<self.n and isinstance(e, _of_users) and 'MicroBatch' not in str(e):
+    if self.n and self.size<self.n and isinstance(e, _of_users) and not re.search('MicroBatch|1 value per', str(e)):
         e.add_note(f"MicroBatch: this came while a batch of {self.n} samples was cut into slices of {self.size}. If "
                    "rows belong together, such as triplets or pairs, a slice must not cut a group: let bs be a "
                    "multiple of its size")

@@ -164,7 +164,8 @@ def test_slices_as_large_as_the_batch(n):
 def test_nothing_is_saved_on_a_cpu(norm, capsys):
     "It is said once, and of exact slices only where a batch norm keeps activations"
     model = nn.Sequential(nn.BatchNorm1d(6) if norm else nn.Dropout(), nn.Linear(6,3)).double()
-    for cb,said in (cut(8, exact=True),norm),(cut(8, coupled=True),False),(OffloadActivations(),True):
+    cbs = cut(8, exact=True),cut(exact=True),cut(8, coupled=True),OffloadActivations()
+    for cb,said in zip(cbs, (norm,norm,False,True)):
         learn = learner(cb, bs=16, model=deepcopy(model))
         for _ in range(2): learn.fit(1)
         assert capsys.readouterr().out.count('a CPU, so it saves no memory here')==said, cb

@@ -140,6 +140,12 @@ def computed(h, bn):
     weight,bias = bn.weight.abs()+h.new_zeros(8),bn.bias[:8]*1
     return F.batch_norm(h, bn.running_mean, bn.running_var, weight, bias, bn.training)
 
+class Standardised(nn.Linear):
+    "As in NFNets, a batch norm of the weights, whose gain is computed"
+    def forward(self, x):
+        gain = self.bias.exp()*.5
+        return x@F.batch_norm(self.weight[None], None, None, gain, training=True, momentum=0., eps=1e-6)[0].T
+
 def statistics(h): return torch.batch_norm(h, None, None, None, None, True, .1, 1e-5, False)
 P = features(20, 32).view(20,2,4,4)
 def norms(): return conv(nn.Sequential(nn.InstanceNorm2d(4), nn.GroupNorm(2,4), nn.Tanh(), nn.BatchNorm2d(4)))
@@ -178,6 +184,7 @@ uses = dict(   # models, and arguments of `same_slices`
     computed   = (lambda: flat(computed, bn8()), {}),
     a_view     = (lambda: flat(lambda h, bn: F.batch_norm(h, None, None, bn.weight.view(-1), bn.bias.detach(), True),
                                bn8()), {}),
+    standard   = (lambda: flat(lambda h, bn, m: m(bn(h)), bn8(), Standardised(8,8)), {}),
     unused     = (lambda: flat(lambda h, bn: (bn(h), h)[1], bn8()), {}),
     skips      = (lambda: flat(lambda h, a, b, c: c((h+b(a(h).tanh())).tanh())+h, bn8(), bn8(), bn8()),
                   dict(x=X2, y=Y2)),
@@ -226,8 +233,9 @@ def test_a_frozen_group(train_bn):
     same_slices(m, cbs=Callback(before_fit=freeze), splitter=lambda m: [params(m[0]),params(m[1])], train_bn=train_bn)
 
 def test_one_sample_is_refused_as_without():
-    for cb in None,MicroBatch(3, exact=True):
-        with pytest.raises(ValueError, match='more than 1 value per channel'): train(normed, X[:17], Y[:17], cb, bs=8)
+    for cb in None,MicroBatch(3, exact=True),AccumulateStep(2):
+        with pytest.raises(ValueError, match='more than 1 value per channel') as e: train(normed, X[:17], Y[:17], cb, bs=8)
+        assert cb is None or f'{cb}: batch norm needs two samples' in e.value.__notes__[-1]
 
 # ---- draws
 

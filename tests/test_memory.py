@@ -262,9 +262,18 @@ def heavy():
     return nn.Sequential(nn.AdaptiveAvgPool2d(8), nn.Flatten(), nn.Linear(192, 1500), nn.BatchNorm1d(1500), nn.ReLU(),
                          nn.Linear(1500, 3))
 
+def wide_first(norm=nn.BatchNorm2d):
+    "As in a VGG, the first layers have nearly all activations"
+    torch.manual_seed(0)
+    def convs(i, o): return [m for j in (i,o) for m in (nn.Conv2d(j, o, 3, padding=1),norm(o),nn.ReLU())] + [nn.MaxPool2d(2)]
+    return nn.Sequential(*convs(3, 16), *convs(16, 32), *convs(32, 64), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 3))
+def without_norm(): return wide_first(lambda c: nn.Identity())
+
 @there
 # heavy: gradients in float64 take as much again, while two are added up
-@pytest.mark.parametrize('kw,model,copies', [(dict(exact=True),six_blocks,1), (dict(coupled=True),heavy,3)])
+@pytest.mark.parametrize('kw,model,copies', [
+    (dict(exact=True),six_blocks,1), (dict(coupled=True),heavy,3), (dict(exact=True),wide_first,1),
+    (dict(coupled=True),wide_first,1), (dict(exact=True),without_norm,1)])
 def test_what_the_proof_takes(kw, model, copies, device, fakegpu, capsys):
     "At its peak not more than the first real step, and copies of the model in float64"
     def peak(**more):

@@ -63,7 +63,7 @@ def is_as_without(name, how, cb=noop):
 @drawn(8, how=hows, name=trials)
 def test_a_tensor_with_a_graph(how, name, capsys): is_as_without(name, how, lambda: AccumulateStep(2))
 
-@pytest.mark.parametrize('name', ['check','noise'])
+@pytest.mark.parametrize('name', trials)
 def test_on_a_device(device, name, capsys): is_as_without(name, 'lerp_')
 
 @drawn(8, how=hows, cb=[GradientCheckpointing,OffloadActivations])

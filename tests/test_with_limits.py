@@ -67,6 +67,7 @@ def limit(name, note, least=1e-3, cb=list, **kwargs):
     "A row for what `cb` or `kwargs` bring into a training: weights differ by `least` or more"
     return pytest.param(cb, least, kwargs, marks=not_same(name, 'weights', note=note))
 
+same_with = '`GradientCheckpointing()` and `MicroBatch(bs, exact=True)` are exact.'
 in_step = 'It acts on each micro-batch. Act in `before_step`, which is exact.'
 @pytest.mark.parametrize('cb,least,kwargs', [
     limit('`clip_grad_value_` in `after_backward`', in_step, cb=lambda: Callback(after_backward=clip)),
@@ -85,10 +86,10 @@ in_step = 'It acts on each micro-batch. Act in `before_step`, which is exact.'
           loss=average_in_loss, opt_func=SGD, lr=.2),
     limit('a schedule function that counts its calls', 'It is called once per micro-batch. Write a function of `pct` '
           'instead, which is exact.', 1e-4, cb=counting, opt_func=Adam),
-    limit('batch norm', 'It uses the statistics of the micro-batch. `MicroBatch(bs, exact=True)` is exact.', fit=once,
+    limit('batch norm', f'It uses the statistics of the micro-batch. {same_with}', fit=once,
           opt_func=Adam, model=sequential(first, partial(nn.BatchNorm1d, 5), nn.Tanh, last)),
-    limit('dropout', 'It draws other masks, with the same distribution. `MicroBatch(bs, exact=True)` is exact.',
-          fit=once, opt_func=Adam,
+    limit('dropout', f'It draws other masks, with the same distribution. {same_with}', fit=once,
+          opt_func=Adam,
           model=sequential(partial(nn.Dropout, .1), first, partial(nn.Dropout, .3), nn.Tanh, last)),
     limit('a loss that compares samples, here RMSE', 'The mean of the RMSEs of the micro-batches is not the RMSE of '
           'the batch. `MicroBatch(bs, coupled=True)` is exact.', loss=lambda: rmse, fit=once, opt_func=Adam)])

@@ -15,7 +15,7 @@ from torch.nn.modules import batchnorm
 from .draws import BatchDraws,Differs,Draws,SliceDraws,batch_dims,running
 from .lockstep import Lockstep
 from ..memory.checkpointing import GradientCheckpointing
-from ..memory.offload import Host,tell_if_here
+from ..memory.offload import Host
 from ..modes import AtNorms,synced
 from ..private import is_compiled
 from ..proof.dry import Dry
@@ -56,9 +56,6 @@ class Exact(Coupled):
                 self.takes_few = False
             return run()
 
-    def tell(self):
-        "Say once that nothing is saved on a CPU, where batch norms keep activations"
-        if any(o.norms for o in self.plans.values()): tell_if_here(self.micro, self.host, 'MicroBatch: exact=True')
 
 # %% ../../nbs/exact/whole.ipynb #28d41b96
 def refuse(model):

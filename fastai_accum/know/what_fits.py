@@ -177,11 +177,12 @@ def try_all(t):
     "Measure one way after the other"
     if try_way(t).fits: return
     try_way(t, GradientCheckpointing())
-    if not t.on_cpu: try_way(t, OffloadActivations())   # a CPU's are on the host already
+    # a CPU's activations are on the host already, and with batch norm `exact` keeps them there
+    useless = ['`learn.offload_activations()`', *['`learn.micro_batch(exact=True)`']*splits_norms(t.learn)]*t.on_cpu
+    if useless: t.left_out['on a CPU, nothing is saved'] += useless
+    else: try_way(t, OffloadActivations())
     fitting = try_slices(t, t.n)
-    # with batch norm, `exact` needs memory of the host
-    saves = not (t.on_cpu and splits_norms(t.learn))
-    if fitting and saves: try_slices(t, 2*fitting, exact=True)
+    if fitting and len(useless)<2: try_slices(t, 2*fitting, exact=True)
     if not best_of(t.rows): try_slices(t, t.n, GradientCheckpointing())
 
 def try_slices(t, size, *cbs, **kwargs):

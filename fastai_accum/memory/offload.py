@@ -14,7 +14,7 @@ from functools import lru_cache
 from weakref import WeakSet,ref
 from fastai.basics import *
 from torch.autograd.graph import saved_tensors_hooks
-from ..devices import api,has_streams
+from ..devices import accelerators,api,has_streams
 from ..private import version
 from ..slices import leaves
 from ..state import lent,refuse_lazy
@@ -37,13 +37,12 @@ class OffloadActivations(Callback):
         model = get_model(learn.model)
         refuse_lazy('OffloadActivations', model)
         if not learn.training: yield; return
-        host = Host(model)
-        tell_if_here(self, host)
-        with lent(model, forward=partial(_forward, host, model.forward)): yield
+        tell_if_here(self, learn, 'OffloadActivations')
+        with lent(model, forward=partial(_forward, Host(model), model.forward)): yield
 
-def tell_if_here(cb, host, who='OffloadActivations'):
-    "Say once that `cb` saves nothing if the model is on the `host` itself"
-    if cb.told or not host.is_here or rank_distrib(): return
+def tell_if_here(cb, learn, who):
+    "Say once that `cb` saves nothing if the model is on the host itself"
+    if cb.told or accelerators(learn.model) or rank_distrib() or 'lr_finder' in vars(learn): return
     cb.told = True
     print(f"{who} keeps activations in the memory of the host, and the model is on a CPU, so it saves no memory here")
 

@@ -185,16 +185,16 @@ def most(model, b, n, n_inp, way):
     size,on = way.size,accelerators(model)
     if not way.blind and any(isinstance(m, AnyBatchNorm) for m in model.modules()):
         # slices wait at batch norms: on a CPU with all that they keep, otherwise with what goes around
-        return min(n, max(2*size, n//3+size)) if on else n
+        return min(n, 2*size) if on else n
     sizes = Sizes()
     kinds = {'cpu', *(d.type for d in on)}
     def modes(w): return quiet(False),eager(model),*[torch.autocast(k, enabled=False) for k in kinds],torch.no_grad(),sizes
     with suppress(Exception):   # the look fails in the same way
         few = way.cut(b, max(2, size))[0][:n_inp]
         Dry(model).run(lambda *xb: model.forward(*xb), [few], modes)
-    one = 3*max(sizes.new, default=0)
+    one = 4*max(sizes.new, default=0)   # a layer has its input, its output and two tensors between
     if one*n//size<=(2**20 if on else 2**26): return n   # that little matters to nobody
-    return min(n, max(2*size, size*sum(sizes.new)//one))
+    return min(n, size*max(2, 2*sum(sizes.new)//(3*one)))   # a step keeps about two thirds of what it makes
 
 def part(b, n, m, cut):
     "`m` of the `n` samples of the batch `b`, from the whole of it; with a `split` the first ones"
