@@ -22,7 +22,8 @@ cases = dict(   # samples, batch size, the batch that a window stands for, windo
     n_step_1      = ( 76, 32, 32, 3, dict(n_step=1)),
     drops         = (124,  8, 32, 3, four, dict(drop_last=True)),
     shorter       = ( 92,  8, 32, 3, four, dict(skip=(3,14,15,33,60,61,62,63))),
-    much_shorter  = ( 92,  8, 32, 2, four, dict(skip=tuple(range(0,60,2)))))
+    much_shorter  = ( 92,  8, 32, 2, four, dict(skip=tuple(range(0,60,2)))),
+    ends_early    = ( 92,  8, 32, 1, four, dict(skip=tuple(range(0,60,2)), drop_last=True)))   # in its second window
 
 def check(opt, fit, case):
     "One point of the grid"
@@ -32,7 +33,7 @@ def check(opt, fit, case):
     assert acc.train_iter==windows*acc.n_epoch
     n = acc.accumulate_step.counts
     assert n.n_steps==acc.train_iter and n.n_samples==n.n_stepped+n.n_thrown==sum(n.sizes)+n.n_thrown
-    if case!='drops': assert n.n_thrown==0
+    assert bool(n.n_thrown)==(case in ('drops','ends_early'))
 
 @each(60, opt=opts, fit=fits, case=cases)
 @pytest.mark.filterwarnings('ignore:AccumulateStep.*a window of 8 micro-batches is more')
