@@ -126,7 +126,7 @@ def tried(mutant, tests, found, limit):
             shutil.copytree(package, f'{d}/{package.name}', ignore=shutil.ignore_patterns('__pycache__'))
             Path(d, package.name, mutant['module']).write_text(mutant['source'], encoding='utf-8')
             Path(d, 'ids').write_text('\n'.join(ids), encoding='utf-8')
-            out,status = pytest(tests, d, '-x', '-rfE', f'@{d}/ids', limit=60+5*took) or ('ERROR it takes too long', -1)
+            out,status = pytest(tests, d, '-x', '-rfE', f'@{d}/ids', limit=60+2*took) or ('ERROR it takes too long', -1)
         if status: said = [*re.findall('^(?:FAILED|ERROR) (.*?)(?: - |$)', out, re.M), f'pytest ends with {status}'][0]
     print(f"{mutant['id']}  {mutant['what']}\n    {said}", flush=True)
     return {k:mutant[k] for k in ('id','module','line','what')} | dict(survives=not status, tests=said)
