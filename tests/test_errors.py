@@ -144,6 +144,10 @@ def test_warns_once():
     said, = [str(o.message) for o in rec if 'AccumulateStep' in str(o.message)]
     assert 'a window of 9 micro-batches is more than the 8 of an epoch' in said and 'each epoch makes one step' in said
 
+def test_a_schedule_that_begins_below_the_batch():
+    with pytest.warns(UserWarning, match='4 samples are fewer than the batch size 8'):
+        learner(acc(n_samples=lambda pct: 4 if pct<.5 else 64)).fit(1)
+
 @pytest.mark.filterwarnings('ignore')
 def test_a_window_of_one_batch_has_no_note(capsys):
     "Batch norm sees all of it"

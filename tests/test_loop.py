@@ -45,6 +45,17 @@ def test_samples_are_counted_as_they_arrive():
     close(*([snapshot(l)[k] for k in ('params','step.grads','losses')] for l in (a,b)))
     assert a.accumulate_step.counts.sizes==[36,24]
 
+def test_a_loader_that_is_longer_than_it_says():
+    "What comes after the plan is trained in windows, too"
+    class Longer(DataLoader):
+        def __len__(self): return 6
+    batches = [(features(76)[i:i+4],classes(76)[i:i+4]) for i in range(0, 40, 4)]
+    a = make_learner(DataLoaders(Longer(batches, bs=None), make_dls(76, 16).valid), cbs=AccumulateStep(2))
+    b = make_learner(of_sizes(*[8]*5))
+    for l in (a,b): l.fit(1)
+    close(weights(a), weights(b))
+    assert a.accumulate_step.counts.sizes==[8]*5
+
 @each(cb=[AccumulateStep(4), MicroBatch(3)])
 def test_a_cancelled_backward_pass(cb):
     "A callback that goes backward by itself and cancels fastai's pass gets an error that names it"
