@@ -13,7 +13,7 @@ from fastai.basics import *
 from torch.utils.checkpoint import checkpoint
 from .private import buffer_dict,change_hidden,copy_all,tree_flatten,tree_unflatten
 from .slices import NotPossible,Refused,join,keys,leaves,n_rows,tree_map,versions
-from .state import ModelState,State,container,everybodys,held,is_generator
+from .state import ModelState,State,changes_itself,container,everybodys,held,is_generator
 from .windows import n_of
 
 # %% ../nbs/turns.ipynb #ccfbae69
@@ -199,7 +199,8 @@ class Coupled:
     def parts(self, learn, b):
         with self.micro.sliced(learn): yield b,n_of(learn.dls, b),True
 
-    def state(self): return ModelState(self.model, [*held(self.model), *self.more], self.generators)
+    def state(self):
+        return ModelState(self.model, [*held(self.model, can_change=changes_itself), *self.more], self.generators)
 
     def run(self, learn, forward, xb, parts, sizes):
         "The predictions for each slice"

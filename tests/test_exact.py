@@ -4,6 +4,7 @@ Everything is float64 and compared with the large batch, the state of the random
 import gc,pickle,signal,subprocess,sys,threading
 from itertools import chain
 import pytest
+from torch.nn.utils import prune,weight_norm
 from harness import *
 from kinds import Odd
 from fastai.data.transforms import ItemGetter
@@ -140,6 +141,8 @@ def computed(h, bn):
     weight,bias = bn.weight.abs()+h.new_zeros(8),bn.bias[:8]*1
     return F.batch_norm(h, bn.running_mean, bn.running_var, weight, bias, bn.training)
 
+def no_bias(): return nn.Linear(8, 8, bias=False)
+
 class Standardised(nn.Linear):
     "As in NFNets, a batch norm of the weights, whose gain is computed"
     def forward(self, x):
@@ -185,6 +188,9 @@ uses = dict(   # models, and arguments of `same_slices`
     a_view     = (lambda: flat(lambda h, bn: F.batch_norm(h, None, None, bn.weight.view(-1), bn.bias.detach(), True),
                                bn8()), {}),
     standard   = (lambda: flat(lambda h, bn, m: m(bn(h)), bn8(), Standardised(8,8)), {}),
+    # hooks that set a weight on a layer of PyTorch
+    pruned     = (lambda: flat(lambda h, l, bn: l(bn(h)), prune.l1_unstructured(no_bias(), 'weight', .3), bn8()), {}),
+    weight     = (lambda: flat(lambda h, l, bn: l(bn(h).tanh()), weight_norm(no_bias()), bn8()), {}),
     unused     = (lambda: flat(lambda h, bn: (bn(h), h)[1], bn8()), {}),
     skips      = (lambda: flat(lambda h, a, b, c: c((h+b(a(h).tanh())).tanh())+h, bn8(), bn8(), bn8()),
                   dict(x=X2, y=Y2)),
