@@ -160,7 +160,8 @@ def test_a_window_of_one_batch_has_no_note(capsys):
 def test_slices_as_large_as_the_batch(n):
     "The warning does not say to add what is there"
     for cbs in [],[acc(2)]:
-        with pytest.warns(UserWarning, match=f'MicroBatch: bs={n} is not below.* 16 .*no batch of the training') as found:
+        says = f'MicroBatch: bs={n} is not below.* 16 .*no batch of the training'
+        with pytest.warns(UserWarning, match=says) as found:
             learner(cut(n), *cbs, bs=16).fit(1)
         assert any('add AccumulateStep' in str(o.message) for o in found)!=bool(cbs)
 

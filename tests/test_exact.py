@@ -240,7 +240,8 @@ def test_a_frozen_group(train_bn):
 
 def test_one_sample_is_refused_as_without():
     for cb in None,MicroBatch(3, exact=True),AccumulateStep(2):
-        with pytest.raises(ValueError, match='more than 1 value per channel') as e: train(normed, X[:17], Y[:17], cb, bs=8)
+        with pytest.raises(ValueError, match='more than 1 value per channel') as e:
+            train(normed, X[:17], Y[:17], cb, bs=8)
         assert cb is None or f'{cb}: batch norm needs two samples' in e.value.__notes__[-1]
 
 # ---- draws

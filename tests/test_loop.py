@@ -262,6 +262,12 @@ def test_all_windows_are_cancelled(cb, at):
     if at[1] is not CancelStepException: return
     said, = warned(1, 128, AccumulateStep(2))   # the recipe of forums beside ours: every fourth window steps
     assert '2 steps in 8 windows' in said
+    def half(cb):
+        if cb.training and cb.iter%2: raise CancelStepException
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        # half of them is fine
+        make_learner(make_dls(64, 8), cbs=[AccumulateStep(2), Callback(before_step=half)]).fit(1)
 
 def test_trials_say_nothing():
     learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(2))

@@ -265,8 +265,10 @@ def heavy():
 def wide_first(norm=nn.BatchNorm2d):
     "As in a VGG, the first layers have nearly all activations"
     torch.manual_seed(0)
-    def convs(i, o): return [m for j in (i,o) for m in (nn.Conv2d(j, o, 3, padding=1),norm(o),nn.ReLU())] + [nn.MaxPool2d(2)]
-    return nn.Sequential(*convs(3, 16), *convs(16, 32), *convs(32, 64), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 3))
+    def conv(i, o): return nn.Conv2d(i, o, 3, padding=1),norm(o),nn.ReLU()
+    def convs(i, o): return *conv(i, o),*conv(o, o),nn.MaxPool2d(2)
+    head = nn.AdaptiveAvgPool2d(1),nn.Flatten(),nn.Linear(64, 3)
+    return nn.Sequential(*convs(3, 16), *convs(16, 32), *convs(32, 64), *head)
 def without_norm(): return wide_first(lambda c: nn.Identity())
 
 @there

@@ -14,8 +14,8 @@ def free_port():
     with socket.socket() as s: s.bind(('127.0.0.1', 0)); return s.getsockname()[1]
 
 root = Path(__file__).resolve().parents[1]
-env = {**os.environ, 'PYTHONPATH':os.pathsep.join(filter(None, [os.environ.get('PYTHONPATH'), str(root)])), 'OMP_NUM_THREADS':'1',
-       'PYTHONWARNINGS':'ignore'}
+path = filter(None, [os.environ.get('PYTHONPATH'), str(root)])
+env = {**os.environ, 'PYTHONPATH':os.pathsep.join(path), 'OMP_NUM_THREADS':'1', 'PYTHONWARNINGS':'ignore'}
 
 def run(world, folder, names, limit=LIMIT):
     "Start the processes, and wait for all of them: exit codes and what they print"

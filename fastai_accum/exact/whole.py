@@ -56,7 +56,6 @@ class Exact(Coupled):
                 self.takes_few = False
             return run()
 
-
 # %% ../../nbs/exact/whole.ipynb #28d41b96
 def refuse(model):
     "Refuse a model whose batch norms or random numbers cannot be seen from outside"

@@ -177,12 +177,13 @@ def try_all(t):
     "Measure one way after the other"
     if try_way(t).fits: return
     try_way(t, GradientCheckpointing())
-    # a CPU's activations are on the host already, and with batch norm `exact` keeps them there
-    useless = ['`learn.offload_activations()`', *['`learn.micro_batch(exact=True)`']*splits_norms(t.learn)]*t.on_cpu
-    if useless: t.left_out['on a CPU, nothing is saved'] += useless
+    # with batch norm, `exact` needs memory of the host, which on a CPU has the activations already
+    no_exact,why = t.on_cpu and splits_norms(t.learn),'on a CPU, nothing is saved'
+    if t.on_cpu: t.left_out[why].append('`learn.offload_activations()`')
     else: try_way(t, OffloadActivations())
+    if no_exact: t.left_out[why].append('`learn.micro_batch(exact=True)`')
     fitting = try_slices(t, t.n)
-    if fitting and len(useless)<2: try_slices(t, 2*fitting, exact=True)
+    if fitting and not no_exact: try_slices(t, 2*fitting, exact=True)
     if not best_of(t.rows): try_slices(t, t.n, GradientCheckpointing())
 
 def try_slices(t, size, *cbs, **kwargs):
