@@ -144,16 +144,20 @@ class Recompute:
 
     def __call__(self, *args, **kwargs):
         if not torch.is_grad_enabled(): return self.forward(*args, **kwargs)
-        state,first = self.state(),[(args,kwargs)]
+        state,first,failed = self.state(),[(args,kwargs)],[]
         flat,spec = tree_flatten((args,kwargs))
         def run(*flat):
-            if first: return self.once(*first.pop())
+            if first:
+                try: return self.once(*first.pop())
+                except BaseException as e: return failed.append(e)   # or PyTorch before 2.13 leaves its hooks open
             # its lists as they were: a DenseNet appends to them later
             args,kwargs = tree_unflatten(list(flat), spec)
             with state.again(): return self.forward(*args, **kwargs)
         # `state` puts back the random numbers, so PyTorch need not. A checkpoint that is not reentrant
         # takes any arguments, and gives gradients to parameters if no input needs one
-        return checkpoint(run, *flat, use_reentrant=False, preserve_rng_state=False)
+        res = checkpoint(run, *flat, use_reentrant=False, preserve_rng_state=False)
+        if failed: raise failed.pop()
+        return res
 
     def once(self, args, kwargs):
         "The first run, which must not change what the second one gets"
