@@ -124,26 +124,27 @@ _advice = {
 
 def remedy(bench, kind, on):
     "What to write: the lines that are seen to mend it, or why they are refused; and advice"
-    lines,keep = [],''
+    mends,refused = [],[]
     if kind=='needless callback': return _advice[kind]
     with suppress(Exception):   # such as a model without blocks
         whole = bench.whole[0],[GradientCheckpointing()]
-        if kind!='loss' and not bench.savers and bench.error(on, whole)<=bench.tol: keep = 'learn.gradient_checkpointing() or '
+        if kind!='loss' and not bench.savers and bench.error(on, whole)<=bench.tol: mends.append('learn.gradient_checkpointing()')
     for k in bench.ways:
         cb = MicroBatch(bench.size, split=getattr(bench.cut, 'split', None), **{k:True})
         try:
             if bench.error(on, (bench.whole[0],[cb,*bench.savers]))>bench.tol: continue
             prove(bench, cb)
             cb.bs = bench.yours if bench.is_own and bench.yours else max(1, (bench.loaded or bench.size)//2)
-            is_instead = bench.acc and bench.is_own
-            lines = [keep + as_line(cb) + ' instead of AccumulateStep, with the large batch size in the loader'*bool(is_instead)]
+            mends.append(as_line(cb))
+            refused = []
             break
-        except Refused as e: lines.append(said(e))
+        except Refused as e: refused.append(said(e))
         except Exception: pass   # whatever the learner's own code raises, there is other advice
+    instead = ' instead of AccumulateStep, with the large batch size in the loader'*bool(bench.acc and bench.is_own)
+    lines = [' or '.join(mends)+instead]*bool(mends) + refused
     if kind in _advice: lines.insert(0 if kind=='callback' else len(lines), _advice[kind])
-    if kind=='unknown' or not lines:
-        how = f', with {keep}learn.offload_activations()'*(not bench.savers)
-        lines.append(f'keep the large batch in memory{how}')
+    if not mends and (kind=='unknown' or not lines):
+        lines.append('keep the large batch in memory'+', with learn.offload_activations()'*(not bench.savers))
     return '; or '.join(lines)
 
 # %% ../../nbs/know/check.ipynb #c4000005
