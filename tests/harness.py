@@ -3,7 +3,7 @@
 Everything is float64, with plain `torch.nn` losses: fastai's flattened losses round to float32, which would put a
 floor of 1e-8 under any comparison. `TOL` is a relative error. Sums of the same numbers in another order differ by a
 few units in the last place (2e-16); the bound leaves three digits for optimizers that divide by small numbers."""
-import inspect,itertools,os
+import inspect,itertools,os,threading
 from functools import partialmethod
 import pytest
 from fastai.basics import *
@@ -91,6 +91,11 @@ class Micro(Callback):
 here = SimpleNamespace(device=None)   # where the data of `make_dls` goes: the fixture `device` sets it
 
 GPU = 'cuda:0' if torch.cuda.is_available() else 'fakegpu:0'   # the first accelerator: a real one, or the simulated one
+
+def threads():
+    "How many there are, but for those that CUDA begins when it likes"
+    seen = os.path.exists('/proc') and not torch.cuda.is_available()
+    return len(os.listdir('/proc/self/task')) if seen else threading.active_count()
 
 simulated = pytest.mark.skipif(torch.cuda.is_available(),
     reason='about the simulated accelerator, whose place a real one takes on this machine')

@@ -56,7 +56,7 @@ def curve(nm, how, tmp_path):
             assert err[0]<=TOL and err[1]<=1e-8 and err[2]<=TOL32, err   # matplotlib draws fastai's losses in float32
             assert len(a.spy.steps)==len(b.spy.steps) and (len(b.spy.steps)==c.num_it)==(nm!='diverges')
             a.spy.steps = []
-            assert all(torch.equal(v, old[k]) for k,v in a.model.state_dict().items())
+            assert all(torch.equal(v.cpu(), old[k]) for k,v in a.model.state_dict().items())
             assert not any(v for d in a.opt.state_dict()['state'] for k,v in d.items()
                            if k not in ('do_wd','force_train')), 'the optimizer has a state'
             is_clean(a)

@@ -110,11 +110,12 @@ def test_pages_exist():
 def test_changelog(): assert f'\n## {fastai_accum.__version__}\n' in read('CHANGELOG.md')
 
 def test_import(tmp_path):
-    """It loads no library that `fastai.basics` has not loaded, and adds no progress bar to every learner. A name of
-    `all` can be imported from the package, which loads nothing before; any other is missing as usual"""
+    """It loads no library that fastai and PyTorch's checkpoints have not loaded, and adds no progress bar to every
+    learner. A name of `all` can be imported from the package, which loads nothing before; any other is missing as usual"""
     code = """import sys,fastai_accum
 assert 'fastai' not in sys.modules
 from fastai.basics import *
+import torch.utils.checkpoint
 modules,cbs = set(sys.modules),list(defaults.callbacks)
 from fastai_accum import AccumulateStep, turn_on_accumulation, loop
 import fastai_accum.all as all

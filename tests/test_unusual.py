@@ -190,6 +190,10 @@ cases = dict(
     names          = lambda: dict(model=named),
     names_in_slices = lambda: dict(cbs=lambda: MicroBatch(8), bs=32, model=named))
 
+try: compiled(F.cross_entropy)
+except AssertionError:   # PyTorch 2.6 compiles no function of its own
+    for k in 'compiled_function','compiled_partial': del cases[k]
+
 @each(name=cases)
 def test_alike(name): alike(**cases[name]())
 

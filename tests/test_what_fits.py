@@ -258,7 +258,7 @@ def test_a_device_that_counts_no_memory():
 def test_what_fits_on_a_gpu():
     learn = learner(bs=64, px=64)
     learn.dls.device = torch.device('cuda')
-    found = fits(learn)
+    found = fits(learn, None)
     assert found.budget>0 and found.best.line==''
     def taken(): torch._C._cuda_clearCublasWorkspaces(); return torch.cuda.memory_allocated()   # which PyTorch keeps
     whole,before = found.ways[0].peak,taken()
