@@ -158,7 +158,9 @@ def test_parallel_trainer(works, monkeypatch):
     monkeypatch.setattr(module, '_get_available_device_type', lambda: None)
     works(*pair(lambda: ParallelTrainer(None), **one_group))
 
-compiler = pytest.mark.skipif(not shutil.which('g++'), reason='compiles a model to C++, and there is no compiler')
+# with ATEN_CPU_CAPABILITY=default, PyTorch 2.14 writes C++ that does not compile
+can_compile = shutil.which('g++') and os.environ.get('ATEN_CPU_CAPABILITY')!='default'
+compiler = pytest.mark.skipif(not can_compile, reason='compiles a model to C++, which this machine cannot')
 @row('Models', '`torch.compile`', note='A smaller last micro-batch has another shape, so PyTorch compiles again.')
 @pytest.mark.parametrize('backend', ['aot_eager', pytest.param('inductor', marks=compiler)])
 @pytest.mark.filterwarnings('ignore')
