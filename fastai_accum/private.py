@@ -36,7 +36,9 @@ mps_generator = methodcaller('_get_default_mps_generator')   # of the module `to
 hook_dicts = attrgetter('_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks')
 # of a parameter: those that see its gradient, and those that come after it is added up
 grad_hook_dicts = attrgetter('_backward_hooks', '_post_accumulate_grad_hooks')
-def put_grad_hook_dicts(p, own, late): p._backward_hooks,p._post_accumulate_grad_hooks = own,late
+def put_grad_hook_dicts(p, own, late):
+    p._backward_hooks,p._post_accumulate_grad_hooks = own,{}   # after a `None`, the hooks before would still run
+    p._post_accumulate_grad_hooks = late
 
 def is_compiled(m): return hasattr(m, 'get_compiler_config') or compiled_in_place(m) is not None
 
