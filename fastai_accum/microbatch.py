@@ -96,7 +96,7 @@ def begin(self:MicroBatch):
     if self.shows_whole: refuse_lazy('MicroBatch', learn.model)
     # the loader of texts knows their lengths
     if self.exact: refuse_long(learn.model, getattr(learn.dls.train, 'res', ()))
-    if hasattr(get_model(learn.model), 'reset') and not Hidden(learn.model).ms:
+    if hasattr(get_model(learn.model), 'reset') and not Hidden(learn.model.modules()).ms:
         raise ValueError("MicroBatch: the model has a reset(), so it carries a state from batch to "
                          "batch, and only that of AWD-LSTM can be cut; use a smaller batch size in "
                          "the loader, and AccumulateStep")

@@ -6,8 +6,8 @@ Docs: https://fastai-accum.github.io/fastai_accum/state.html.md"""
 
 # %% auto #0
 __all__ = ['shared', 'Lent', 'lent', 'take_back', 'is_generator', 'changes_itself', 'container', 'items', 'held', 'arrays',
-           'contents', 'is_as', 'Noted', 'with_memory', 'State', 'generators', 'everybodys', 'seed', 'buffers',
-           'clones', 'version_of', 'refuse_lazy', 'ModelState', 'switches']
+           'contents', 'is_as', 'Noted', 'with_memory', 'State', 'generators', 'everybodys', 'seed', 'clones',
+           'version_of', 'refuse_lazy', 'ModelState', 'switches']
 
 # %% ../nbs/state.ipynb #db10d708
 from collections import deque
@@ -270,10 +270,6 @@ def seed(generators, n):
     for g in generators: (g.manual_seed if isinstance(g, torch.Generator) else g.seed)(n)
 
 # %% ../nbs/state.ipynb #afa468b4
-def buffers(model):
-    "Where `model` has its buffers: dictionaries and keys"
-    return [(bs,k) for bs in map(buffer_dict, model.modules()) for k,b in bs.items() if b is not None]
-
 def clones(ts):
     "Copies of the tensors `ts`, made with few commands to their device"
     res = [torch.empty_like(t) if type(t) is Tensor and t.layout is torch.strided else t.clone() for t in ts]
@@ -299,13 +295,14 @@ class ModelState(State):
         generators=None # Generators that everybody shares; `None`: those of the devices of `model`
     ):
         self.model = get_model(model)
-        self.places = buffers(self.model)
+        self.flags = [(m,m.training) for m in self.model.modules()]
+        # where the buffers are: dictionaries and keys
+        self.places = [(bs,k) for bs in (buffer_dict(m) for m,_ in self.flags) for k,b in bs.items() if b is not None]
         if objects is None: objects = held(self.model)
         if generators is None: generators = everybodys(self.model)
         ts = [bs[k] for bs,k in self.places]
         super().__init__(objects, ts, generators, partial(next, iter(clones(ts))))
         self.versions = list(map(version_of, ts))
-        self.flags = [(m,m.training) for m in self.model.modules()]
 
     def only(self, found):
         "The part of it with the keys `found`, and with the lists and dictionaries that its objects hold now"
@@ -362,6 +359,7 @@ def _switch(flags):
 # %% ../nbs/state.ipynb #d64c1818
 def switches(model):
     "What can be switched in a model: its modules, and their flags, texts, and numbers that are 0"
-    # a temperature may move
-    def of(m): return [(k, v!=0 if type(v) is float else v) for k,v in vars(m).items() if type(v) in (bool,str,float)]
-    return tuple((type(m), id(m), *of(m)) for m in model.modules())
+    ms = list(model.modules())
+    found = [(k,v) for m in ms for k,v in vars(m).items() if type(v) in _switched]
+    return (*ms, *map(type, ms), *[(k, v!=0 if type(v) is float else v) for k,v in found])   # a temperature may move
+_switched = frozenset((bool,str,float))

@@ -22,7 +22,7 @@ _in_place = ("MicroBatch: the model changes its input in place, and coupled=True
 
 def one_by_one(state, forward, parts, sizes, around=lambda k: nullcontext()):
     "The predictions for each slice, run in `around(k)`; in training, the backward pass runs it again"
-    hidden = Hidden(state.model)
+    hidden = Hidden(m for m,_ in state.flags)
     turns = Turns(state, parts, sizes)
     preds = []
     for k,part in enumerate(parts):
@@ -65,7 +65,7 @@ class Turns:
     def join_rows(self):
         "Join what is left by slices and has their rows, such as the features that a hook of a U-Net stores"
         ends = [[was for _,was in s.held] for s,_ in self.own]
-        buffers = {id(buffer_dict(m)) for m in self.state.model.modules()}
+        buffers = {id(buffer_dict(m)) for m,_ in self.state.flags}
         for (o,before),*after in zip(self.state.held, *ends):
             now = container(o)
             if all(a is before for a in after) or not isinstance(now, (dict,list)): continue
@@ -112,9 +112,9 @@ def _have_rows(vs, sizes):
 def has_hidden(m): return hasattr(type(m), change_hidden)   # faster than to ask a module
 
 class Hidden:
-    "The hidden states of fastai's recurrent networks in `model`"
-    def __init__(self, model):
-        self.ms = [m for m in model.modules() if has_hidden(m) and hasattr(m, 'hidden')]
+    "The hidden states of fastai's recurrent networks among `modules`"
+    def __init__(self, modules):
+        self.ms = [m for m in modules if has_hidden(m) and hasattr(m, 'hidden')]
 
     def let(self, states, n):
         "Let the networks have `states` of `n` samples"
@@ -176,7 +176,7 @@ class Plain:
     def parts(self, learn, b):
         "The micro-batches of batch `b`, each with its samples, and whether it is the last"
         parts,sizes = self.micro.cut(learn, b)
-        hidden = Hidden(learn.model)
+        hidden = Hidden(learn.model.modules())
         for k,(part,n) in enumerate(zip(parts, sizes)):
             with hidden.rows(k, sizes): yield part,n,k==len(parts)-1
 
