@@ -169,7 +169,7 @@ def fits():
 def tests():
     "The tests of devices and of memory, which run on the simulated accelerator elsewhere, and those that wait for a GPU"
     files = [str(here.parent/'tests'/f'test_{o}.py') for o in ('on_a_device','exact','memory','offload','untouched','look','proof','slices','with_precision','checkpointing')]
-    runs = [*files],[str(here.parent/'tests'),'-k','on_a_gpu or synchronisation_inside']
+    runs = [*files],[str(here.parent/'tests'),'-k','on_a_gpu or check_on_a_device or synchronisation_inside']
     lines = []
     for args in runs:
         res = subprocess.run([sys.executable,'-m','pytest','-q','-n','8','-p','no:cacheprovider','-rfs','--tb=short',*args], cwd=here.parent, capture_output=True, text=True)
