@@ -5,7 +5,7 @@
 
 or, in a test of many rows, `test_rows = alike(case('Callbacks', 'GradientClip', cbs=GradientClip), …)`.
 `make works` runs them all and writes `works_with.json`, which the page reads."""
-import importlib,json,pytest,re
+import harness,importlib,json,pytest,re
 from harness import *
 
 def row(group, name, compared='everything', tol=TOL, note=''):
@@ -20,18 +20,14 @@ def committed():
     p = Path(__file__).parent/'works_with.json'
     return {key(r):r for r in json.loads(p.read_text(encoding='utf-8'))['rows']} if p.exists() else {}
 
-def rows_of(module):
-    "The rows that tests of `module` are marked with, or single cases of tests; each row once"
-    marks = [m for k,f in vars(module).items() if k.startswith('test') for m in getattr(f, 'pytestmark', [])]
+def all_rows():
+    "The rows that tests are marked with, or single cases of tests; each row once"
+    modules = [importlib.import_module(p.stem) for p in sorted(Path(__file__).parent.glob('test_with_*.py'))]
+    tests = [f for m in modules for k,f in vars(m).items() if k.startswith('test')]
+    marks = [m for f in tests for m in getattr(f, 'pytestmark', [])]
     marks += [m for o in marks if o.name=='parametrize' for case in o.args[1] for m in getattr(case, 'marks', ())]
     rows = [m.kwargs for m in marks if m.name=='row']
     return [r for i,r in enumerate(rows) if r not in rows[:i]]
-
-def all_rows():
-    "The rows of all tests, each once"
-    here = Path(__file__).resolve().parent
-    modules = [importlib.import_module(p.stem) for p in sorted(here.glob('test_with_*.py'))]
-    return [r for m in modules for r in rows_of(m)]
 
 class Works:
     "What a test has measured for its row: the largest error, or what is raised"
@@ -65,25 +61,25 @@ class Works:
         page = committed().get(key(self.row))
         if page and 'AccumulateStep:' in text and not self.writing:
             assert text==page['raises'], 'the page shows another error: run `make works`'
-    def fails_anyway(self, exc, match, train):
-        "`train(cbs)` fails in the same way with plain fastai"
-        for cbs in [],[AccumulateStep(4)]:
-            with self.refused(exc, match): train(cbs)
+    def fails_anyway(self, exc, match, cbs=None, dls=make_dls, **kwargs):
+        "It fails in the same way with plain fastai"
+        for own in list,partial(AccumulateStep, 4):
+            sizes = []
+            def load(n, bs, **kw): sizes.append(bs); return dls(n, bs, **kw)
+            with self.refused(exc, match): pair(cbs, own, dls=load, **kwargs)
+            assert sizes==[8], 'only the large batch fails'
 
 def once(learn): learn.fit_one_cycle(2, 0.02)
 
-def pair(cbs=None, n=76, bs=8, n_step=4, fit=once, dls=make_dls, model=None, drop_last=False, matters=False, **kwargs):
-    """`fit` in micro-batches and with the large batch, on what `dls`, `model` and `cbs` make for each; `matters`:
-    without `cbs` it has to be another training"""
-    def train(bs, acc):
-        learn = make_learner(dls(n, bs, drop_last=drop_last), model=model and model(),
-                             cbs=acc + (L(cbs()) if cbs else []), **kwargs)
-        fit(learn)
-        return learn
-    a,b = train(bs, [AccumulateStep(n_step)]),train(bs*n_step, [])
-    if matters:
-        cbs = None
-        assert worst(train(bs*n_step, []), b)[0]>1e-6, 'the callback changes nothing, so any comparison would do'
+def pair(cbs=None, own=lambda: AccumulateStep(4), bs=8, n=76, fit=once, dls=make_dls, model=small_model,
+         drop_last=False, matters=False, **kwargs):
+    """`fit` in micro-batches of `bs` with `own` callbacks and with the large batch, on what `dls`, `model` and `cbs`
+    make for each; `matters`: without `cbs` it has to be another training"""
+    def load(bs): return dls(n, bs, drop_last=drop_last)
+    def make(): torch.manual_seed(0); return model()
+    train = partial(harness.pair, own, bs, fit=fit, dls=load, model=make, **kwargs)
+    a,b = train(also=cbs)
+    assert not matters or worst(train()[1], b)[0]>1e-6, 'the callback changes nothing, so any comparison would do'
     return a,b
 
 tails = dict(drop_last=False),dict(drop_last=True)

@@ -15,9 +15,11 @@ def is_visible(source):
     unseen = HIDDEN.intersection(directives) or 'false' in (directives.get('echo'), directives.get('include'))
     return not unseen and not source.startswith('show_doc(')
 
+def all_cells(path): return json.loads(path.read_text(encoding='utf-8'))['cells']
+
 def cells(path):
     "What a reader copies from page `path`: all of a lesson or how-to, half of another page"
-    found = json.loads(path.read_text(encoding='utf-8'))['cells']
+    found = all_cells(path)
     n = len(found) if path.parent.name in ('tutorials','howto') else (len(found)+1)//2
     sources = [''.join(c['source']) for c in found[:n] if c['cell_type']=='code']
     return [o for o in sources if o and is_visible(o)]
@@ -41,14 +43,14 @@ def paste(sources, folder):
                          capture_output=True, text=True)
     return res.stderr if res.returncode else ''
 
-pages = {p.relative_to(NBS).with_suffix('').as_posix(): p for p in sorted(NBS.rglob('*.ipynb'))
-         if not any(o.startswith(('.','_')) for o in p.relative_to(NBS).parts) and cells(p)}
+notebooks = [p for p in sorted(NBS.rglob('*.ipynb'))
+             if not any(o.startswith(('.','_')) for o in p.relative_to(NBS).parts)]
+pages = {p.relative_to(NBS).with_suffix('').as_posix(): p for p in notebooks if cells(p)}
 
 def recipe(page, name):
     "The class or function `name` that `page` defines for its readers"
-    found = json.loads((NBS/page).read_text(encoding='utf-8'))['cells']
-    start = re.compile(rf'^(class|def) {name}\b', re.M)
-    code, = [s[m.start():].split('\n\n')[0] for c in found if (m := start.search(s := ''.join(c['source'])))]
-    names = {}
+    start,names = re.compile(rf'^(class|def) {name}\b', re.M),{}
+    sources = [''.join(c['source']) for c in all_cells(NBS/page)]
+    code, = [o[m.start():].split('\n\n')[0] for o in sources if (m := start.search(o))]
     exec('from fastai.basics import *\n'+code, names)
     return names[name]

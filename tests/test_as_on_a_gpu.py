@@ -31,16 +31,14 @@ def test_a_dropout_that_is_off_draws_nothing():
     with Coins(middle): out,mask = torch.native_dropout(x, .3, True)
     assert torch.equal(out, x) and mask.all() and torch.equal(torch.get_rng_state(), state)
 
-@each(name=['flash','efficient','cudnn'])
-def test_attention_with_a_dropout_of_its_own(name):
-    "It is refused with the line that takes it apart, and then it is exact: see `scaled` in `test_exact`"
-    op = getattr(torch.ops.aten, f'_scaled_dot_product_{name}_attention').default
-    a,b = ([Draw(op, [(n,2,5,8)]*4, [()]*4, 'the Attention', None)] for n in (2,3))
-    with pytest.raises(ValueError, match=r'the Attention draws with .*sdpa_kernel.*MATH'): batch_dims(a, b, 2, 3)
-
-def test_sizes_of_other_dimensions():
-    a,b = ([Draw(torch.ops.aten.rand.default, [s], [()], '', None)] for s in ((2,),(3,4)))
-    with pytest.raises(ValueError, match='do not show which dimension'): batch_dims(a, b, 2, 3)
+@each(case=[('rand', (2,), (3,4), 'do not show which dimension'),   # a size of another dimension
+            *((f'_scaled_dot_product_{k}_attention', (2,2,5), (3,2,5), 'the Attention draws with .*sdpa_kernel.*MATH')
+              for k in ('flash','efficient','cudnn'))])
+def test_draws_that_cannot_be_cut(case):
+    "Attention that draws inside is refused with the line that takes it apart: then it is `scaled` in `test_exact`"
+    name,*sizes,match = case
+    a,b = ([Draw(getattr(torch.ops.aten, name).default, [o]*4, [()]*4, 'the Attention', None)] for o in sizes)
+    with pytest.raises(ValueError, match=match): batch_dims(a, b, 2, 3)
 
 def test_an_unsteady_model_is_not_proved(monkeypatch):
     "The whole batch does not do the same twice: another precision or size says nothing"

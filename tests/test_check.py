@@ -1,25 +1,13 @@
 """`check_accumulation` on learners with known causes. It runs the learner's own step, each remedy that it names is
 tried, and the learner stays as it was"""
-import _thread,signal,time,warnings
 import pytest
 from harness import *
-from kinds import Odd
-from fastai.vision.augment import RandTransform
-from fastai.callback.mixup import MixUp
-from fastai.callback.training import GradientAccumulation,GradientClip
 from fastai_accum.all import *
 from fastai_accum import refusals as the_refusals
-from fastai_accum.know.check import *
-from fastai_accum.state import State
 from fastai_accum.core import accumulation_settings
+from fastai_accum.know.what_fits import peak_bytes
 from torch.optim.lr_scheduler import ExponentialLR,OneCycleLR
 from torch.utils.checkpoint import checkpoint
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]/'benchmarks'))
-from common import peak_bytes
-
-@pytest.fixture(autouse=True)
-def _in_float32(): assert torch.get_default_dtype()==torch.float32   # or a test has left float64
 
 def bn(): return nn.BatchNorm1d(5)
 def net(*ms): return nn.Sequential(nn.Linear(6,5), *ms, nn.Tanh(), nn.Linear(5,3)).double()
@@ -60,7 +48,6 @@ def padded_mean(p, y): return F.cross_entropy(p[y!=-100], y[y!=-100])
 def contrastive(p, y):
     p = F.normalize(p)
     return F.cross_entropy(p@p.T/.1, torch.arange(len(p)).roll(1))
-def class_weights(p, y): return F.cross_entropy(p, y, weight=torch.tensor([1.,2.,3.], dtype=p.dtype))
 global_weights = torch.tensor([1.,2.,3.])   # in float32
 def triplets(p, y):
     a,b,c = p.view(-1, 3, p.shape[1]).unbind(1)
@@ -71,7 +58,8 @@ def both_halves(p, y):
     a,b = p.chunk(2)
     return (a-b).pow(2).mean()+F.cross_entropy(a, y)
 
-def centre(): return Odd(lambda m, x: x-x.mean(0))
+def centred(x): return x-x.mean(0)
+def centre(): return Made(lambda m, x: centred(x))
 class GroupNorm(nn.BatchNorm1d): "Batch norm by another name"
 def no_bias():
     res = bn()
@@ -80,33 +68,27 @@ def no_bias():
 def jacobian(**kwargs):
     "Adds the size of its own slope at each sample, as contractive and physics-informed models do"
     def f(m, x): return m.net(x)+torch.func.vmap(torch.func.jacrev(m.net))(x).pow(2).sum((1,2))[:,None]
-    return learner(Odd(f, net=net()), cbs=MicroBatch(4, **kwargs) if kwargs else None)
+    return learner(Made(f, net=net()), cbs=MicroBatch(4, **kwargs) if kwargs else None)
 def no_columns():
     "Has parameters without elements, as `tabular_learner` with categories only"
-    return Odd(lambda m, x: m.lin(x), bn=nn.BatchNorm1d(0), lin=nn.Linear(6,3)).double()
-def root(m, x):
-    x = m.a(x).tanh()
-    return m.b(x-x.mean(0))
-def in_a_dict(): return Odd(lambda m, x: dict(logits=m.net(x)), net=net(nn.Dropout()))
+    return Made(lambda m, x: m.lin(x), bn=nn.BatchNorm1d(0), lin=nn.Linear(6,3)).double()
 def dictionaries():
     items = [(dict(x=x), dict(y=y, mask=(y>0).double())) for x,y in zip(features(32), classes(32))]
     def loss(p, t): return (each_ce(p['logits'], t['y'])*t['mask']).sum()/t['mask'].sum()
-    model = Odd(lambda m, b: dict(logits=m.net(b['x']), more=b['x']), net=net(bn()))
+    model = Made(lambda m, b: dict(logits=m.net(b['x']), more=b['x']), net=net(bn()))
     return learner(model, loss, items=items, n_inp=1)
 def expanded():
     "Has a buffer without memory of its own: `expand` gives all its elements one place"
-    res = Odd(lambda m, x: m.net(x*m.w), net=net(bn()))
-    res.register_buffer('w', torch.ones(1).expand(6))
-    return res
+    return Made(lambda m, x: m.net(x*m.w), net=net(bn()), w=nn.Buffer(torch.ones(1).expand(6)))
 def again(reentrant):
     "Runs again in the backward pass"
     def f(m, x): return checkpoint(m.m, x.requires_grad_(), use_reentrant=reentrant)
-    again = Odd(f, m=nn.Sequential(nn.Linear(6,5), nn.Dropout(), nn.Tanh()))
+    again = Made(f, m=nn.Sequential(nn.Linear(6,5), nn.Dropout(), nn.Tanh()))
     return learner(nn.Sequential(again, nn.Linear(5,3)).double())
-def coin(): return Odd(lambda m, x: x if not m.training or random.random()<.5 else x*0)
+def coin(): return Made(lambda m, x: x if not m.training or random.random()<.5 else x*0)
 def own_coin():
     "The model holds the generator, so it is no dropout that can be switched off"
-    return Odd(lambda m, x: x*m.rng.random(), rng=np.random.default_rng(0))
+    return Made(lambda m, x: x*m.rng.random(), rng=np.random.default_rng(0))
 def packed():
     "PyTorch's `pack_padded_sequence` wants the longest sample first, as in each batch of its loader"
     def f(m, x):
@@ -114,15 +96,13 @@ def packed():
         return m.out(m.lstm(x)[1][0][0])
     x = features(64, 12).view(64, 6, 2)
     for i,o in enumerate(x): o[6-i%8//2:] = 0
-    model = Odd(f, lstm=nn.LSTM(2, 4, batch_first=True), out=nn.Linear(4,3)).double()
+    model = Made(f, lstm=nn.LSTM(2, 4, batch_first=True), out=nn.Linear(4,3)).double()
     return learner(model, x=x, shuffle=False, cbs=AccumulateStep(2))
-class Block(nn.Module):
-    def __init__(self, norm): super().__init__(); self.lin,self.norm,self.drop = nn.Linear(6,6),norm,nn.Dropout()
-    def forward(self, x): return self.drop(self.norm(self.lin(x)).tanh())
-def blocks(*cbs, norm=nn.Identity, **kwargs):
+class Block(nn.Sequential):
+    def __init__(self): super().__init__(nn.Linear(6,6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout())
+def blocks(*cbs):
     torch.manual_seed(0)
-    return learner(nn.Sequential(*[Block(norm()) for _ in range(3)], nn.Linear(6,3)).double(), cbs=cbs, **kwargs)
-def normed_blocks(*cbs): return blocks(*cbs, norm=lambda: nn.BatchNorm1d(6), shuffle=False)
+    return learner(nn.Sequential(*[Block() for _ in range(3)], nn.Linear(6,3)).double(), cbs=cbs, shuffle=False)
 def embeddings(cb):
     model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.BatchNorm1d(12), nn.Linear(12, 3))
     return learner(model, x=torch.randint(0, 9, (64,3)), cbs=cb)
@@ -141,9 +121,7 @@ def lengths(of):
     for i,o in enumerate(y): o[of(i):] = -100
     return in_order(AccumulateStep(2), model=nn.Sequential(nn.Embedding(11,6), nn.Linear(6,5)).double(),
                     loss=padded_mean, x=x, y=y, bs=6)
-def one_of_64():
-    y = torch.ones(64).long(); y[3] = 0
-    return learner(loss=masked, y=1-y, shuffle=False)   # one target counts
+def one_of_64(): return learner(loss=masked, y=(torch.arange(64)==3).long(), shuffle=False)   # one target counts
 
 def several(os): return torch.stack([o[0] for o in os]),torch.cat([o[1] for o in os]),torch.stack([o[2] for o in os])
 def unlabelled(*cbs, k=7, loss=lambda p: p.pow(2).mean(), **kwargs):
@@ -151,12 +129,10 @@ def unlabelled(*cbs, k=7, loss=lambda p: p.pow(2).mean(), **kwargs):
     torch.manual_seed(0)
     def both(p, y): return F.cross_entropy(p[0], y)+loss(p[1].softmax(1))
     body = nn.Sequential(*[nn.Sequential(nn.Linear(6,6), nn.Tanh()) for _ in range(4)])
-    model = Odd(lambda m, x, u: (m.h(m.body(x)),m.h(m.body(u))), body=body, h=nn.Linear(6,3)).double()
+    model = Made(lambda m, x, u: (m.h(m.body(x)),m.h(m.body(u))), body=body, h=nn.Linear(6,3)).double()
     return in_order(*cbs, x=features(40), y=(features(40, k*6).view(40, k, 6),classes(40)), n_inp=2, loss=both,
                     create_batch=several, model=model, **kwargs)
 
-class PrintAll(Callback):
-    def before_batch(self): print('batch')
 class Penalty(Callback):
     "A module that a callback and the learner hold is that of the model in the trial too"
     def __init__(self, m): self.m = m
@@ -166,17 +142,15 @@ def penalty():
     learn.head = model[2]
     return learn
 class ClipValues(Callback):
-    def after_backward(self): nn.utils.clip_grad_value_(self.learn.model.parameters(), .01)
-class Locked(ClipValues):
     "Cannot be copied"
     def __init__(self): self.f = threading.Lock()
+    def after_backward(self): nn.utils.clip_grad_value_(self.learn.model.parameters(), .01)
 class Unpack(Callback):
     "The learner cannot run without it, so it is no suspect"
     def after_pred(self): self.learn.pred = self.learn.pred['logits']
 class Method(Callback):
     def before_fit(self): self.learn.loss_func = self.mean
     def mean(self, p, y): return masked(p, y)
-def sets_the_loss(cb): cb.learn.loss_func = masked
 class DrawsInBatch(Callback):
     def __init__(self, f): self.f = f
     def before_batch(self): self.learn.xb = (self.xb[0]*(.5+self.f()),)
@@ -185,20 +159,14 @@ class Ranks(Learner):
     def _do_grad_opt(self):
         self.loss_grad = self.loss_grad**2
         super()._do_grad_opt()
-class Assigned(Learner):
-    def _backward(self):
-        ps = list(self.model.parameters())
-        for p,g in zip(ps, self.gradients(ps)): p.grad = g.clone()
-    def gradients(self, ps): return torch.autograd.grad(self.loss_grad, ps)
-class Added(Assigned):
+class Added(Learner):
     "Adds the gradient, so it is exact"
     def _backward(self):
         ps = list(self.model.parameters())
-        for p,g in zip(ps, self.gradients(ps)): p.grad = g.clone() if p.grad is None else p.grad+g
-class Normalised(Added):
-    def gradients(self, ps):
-        gs = super().gradients(ps)
-        return [g/torch.stack([g.norm() for g in gs]).norm() for g in gs]
+        for p,g in zip(ps, torch.autograd.grad(self.loss_grad, ps)): p.grad = self.put(p.grad, g)
+    def put(self, was, g): return g.clone() if was is None else was+g
+class Assigned(Added):
+    def put(self, was, g): return g.clone()
 class Clipped(Learner):
     def _backward(self):
         super()._backward()
@@ -220,20 +188,26 @@ clean_ones = dict(
     exact=lambda: learner(net(bn(), nn.Dropout()), rmse, MicroBatch(4, exact=True), targets()),
     no_columns=lambda: learner(no_columns(), cbs=MicroBatch(4, exact=True)),
     jacobian=jacobian, jacobian_in_slices=lambda: jacobian(exact=False),
-    added=lambda: in_order(AccumulateStep(4), cls=Added), compiled=lambda: learner(compiled(net())),
-    all_count=lambda: learner(loss=masked, y=torch.ones(64).long()), order=packed, penalty=penalty,
+    compiled=lambda: learner(compiled(net())), order=packed, penalty=penalty,
+    group_norm=lambda: learner(net(nn.GroupNorm(1, 5))), norm_eval=lambda: learner(net(bn()), cbs=BatchNormEval()),
+    all_count=lambda: learner(loss=masked, y=torch.ones(64).long()),
     drops_nothing=lambda: learner(net(nn.Dropout(1e-12))), samples_of_several_batches=lambda: learner(bs=1))
 
 @each(k=clean_ones)
 def test_nothing_is_wrong(k): clean(checked(clean_ones[k]()))
 
-def test_sizes():
+def test_what_is_compared():
     "The last micro-batch is smaller, unless it would have one sample only"
     for bs,n,size in (2,2,1),(3,3,1),(4,4,2),(5,4,2),(6,5,3),(8,7,4),(100,63,8):
         compared = clean(learner().check_accumulation(bs)).compared
         assert f'{n} samples' in compared and f'micro-batches of at most {size}' in compared, bs
     for bs,cbs,size in (8,AccumulateStep(4),8),(16,MicroBatch(4),4):   # that of the learner, if the samples allow it
         assert f'at most {size},' in learner(net(bn()), bs=bs, cbs=cbs).check_accumulation().compared
+    # as few whole batches as make a window
+    assert 'one step on 2 of the whole' in unlabelled(AccumulateStep(4), bs=10).check_accumulation().compared
+    for bs in 2,3:   # batch norm refuses a micro-batch of one sample
+        check = learner(net(bn())).check_accumulation(bs)
+        assert [o.kind for o in check.causes]==['batch norm'] and 'whole training batches' in check.compared
 
 def test_patch():
     "Its settings are what is checked, and stay"
@@ -251,31 +225,29 @@ def test_rounding_is_no_cause():
 # ---- causes: the learner, what is found, and what stands in the place of a line that mends it
 
 cases = dict(
-    norm=(lambda: learner(net(bn())), 'batch norm 1'),
     norm_without_bias=(lambda: learner(net(no_bias())), 'batch norm 1'),
-    norm_of_another_name=(lambda: learner(net(GroupNorm(5)), cbs=[AccumulateStep(2),PrintAll()]),
-                          'batch norm 1'),
+    norm_of_another_name=(lambda: learner(net(GroupNorm(5)), cbs=AccumulateStep(2)), 'batch norm 1'),
     compiled=(lambda: learner(torch.compile(net(bn())), cbs=AccumulateStep(2)), 'batch norm 1',
               "exact=True cannot see into the OptimizedModule 'model', which is compiled"),
     expanded=(lambda: learner(expanded()), 'batch norm net.1'),
     sparse=(lambda: embeddings(AccumulateStep(2)), 'batch norm 2'),
-    slices=(lambda: learner(net(bn()), cbs=MicroBatch(4)), 'batch norm 1'),
+    slices=(lambda: learner(net(bn()), cbs=[MicroBatch(4), Callback(before_batch=lambda cb: print('batch'))]),
+            'batch norm 1'),
     window_of_exact=(lambda: learner(net(bn()), cbs=[AccumulateStep(2), MicroBatch(4, exact=True)]), 'batch norm 1'),
     dropout=(lambda: learner(net(nn.Dropout(.3))), 'dropout 1'),
     coin=(lambda: learner(net(coin())), 'dropout 1'),
     recomputed=(lambda: again(True), 'dropout 0.m.1'), recomputed_too=(lambda: again(False), 'dropout 0.m.1'),
-    checkpointing=(lambda: blocks(AccumulateStep(2), GradientCheckpointing()), 'dropout 0.drop',
+    blocks=(lambda: blocks(AccumulateStep(2)), 'batch norm 0.1, dropout 0.3',
+            'learn.gradient_checkpointing() or learn.micro_batch('),
+    checkpointing=(lambda: blocks(AccumulateStep(2), GradientCheckpointing()), 'batch norm 0.1, dropout 0.3',
                    'exact=True and GradientCheckpointing cannot be combined'),
-    offloading=(lambda: blocks(AccumulateStep(2), OffloadActivations()), 'dropout 0.drop'),
+    offloading=(lambda: blocks(AccumulateStep(2), OffloadActivations()), 'batch norm 0.1, dropout 0.3'),
     rmse=(lambda: learner(loss=rmse, y=targets()), 'loss rmse'),
     masked=(lambda: learner(loss=masked), 'loss masked'), one_of_64=(one_of_64, 'loss masked'),
-    class_weights=(lambda: learner(loss=class_weights), 'loss class_weights'),
-    contrastive=(lambda: learner(loss=contrastive), 'loss contrastive'),
     sum=(lambda: learner(loss=nn.CrossEntropyLoss(reduction='sum')), 'loss CrossEntropyLoss'),
     wrong_weight=(lambda: learner(cbs=AccumulateStep(2, weight=lambda p,y: 1+(y!=0).sum())), 'loss CrossEntropyLoss'),
     wrong_sum=(lambda: learner(cbs=AccumulateStep(2, average=False)), 'loss CrossEntropyLoss'),
     float32=(lambda: learner(loss=lambda p,y: F.cross_entropy(p, y, weight=global_weights)), 'loss <lambda>'),
-    loss_of_a_callback=(lambda: in_order(Callback(before_fit=sets_the_loss), AccumulateStep(2), bs=8), 'loss masked'),
     loss_of_a_method=(lambda: in_order(Method(), AccumulateStep(2), bs=8), 'loss mean'),
     longer_and_longer=(lambda: lengths(lambda i: 1+i//6), 'loss padded_mean'),
     again_and_again=(lambda: lengths(lambda i: 1+i//2%8), 'loss padded_mean'),
@@ -288,13 +260,12 @@ cases = dict(
                'remove it'),
     small=(lambda: in_order(Callback(before_batch=moves_small), AccumulateStep(2), bs=8), 'augmentation Callback'),
     clip=(lambda: learner(cbs=ClipValues()), 'callback ClipValues'),
-    locked=(lambda: learner(cbs=Locked()), 'callback Locked'),
-    assigned=(lambda: in_order(AccumulateStep(4), cls=Assigned), 'backward Assigned'),
     ranks=(lambda: learner(cls=Ranks), 'unknown 2'), clamped=(clamped, 'unknown 2', 'coupled=True is not possible'),
     mixup_and_norm=(lambda: learner(net(bn()), CrossEntropyLossFlat(), MixUp()), 'batch norm 1, augmentation MixUp'),
     two_of_three=(lambda: learner(loss=CrossEntropyLossFlat(), cbs=[ClipValues(), GradientClip(.1), MixUp()]),
                   'callback ClipValues, augmentation MixUp'),
-    one_is_needed=(lambda: learner(in_a_dict(), cbs=[Unpack(), ClipValues()]), 'dropout net.1, callback ClipValues'),
+    one_is_needed=(lambda: learner(Made(lambda m, x: dict(logits=m.net(x)), net=net(nn.Dropout())),
+                                   cbs=[Unpack(), ClipValues()]), 'dropout net.1, callback ClipValues'),
     dictionaries=(dictionaries, 'batch norm net.1, loss loss'),
     several=(lambda: learner(net(bn(), nn.Dropout()), rmse, y=targets()), 'batch norm 1, dropout 2, loss rmse'),
     backward_too=(lambda: in_order(AccumulateStep(4), cls=Assigned, model=net(bn(), nn.Dropout())),
@@ -305,9 +276,8 @@ cases = dict(
     exact_centre=(lambda: learner(net(centre()), cbs=MicroBatch(4, exact=True)), 'unknown 1', 'keep the large batch'),
     centre_and_norm=(lambda: in_order(MicroBatch(4, exact=True), model=net(centre(), bn()), bs=16),
                      'batch norm 2, unknown 1', ''),
-    root=(lambda: learner(Odd(root, a=nn.Linear(6,5), b=nn.Linear(5,3)).double()), 'unknown Odd', 'keep the'),
-    refused=(lambda: normed_blocks(AccumulateStep(2), GradientCheckpointing()), 'batch norm 0.norm, dropout 0.drop',
-             'exact=True and GradientCheckpointing cannot be combined'),
+    root=(lambda: learner(Made(lambda m, x: m.b(centred(m.a(x))), a=nn.Linear(6,5), b=nn.Linear(5,3)).double()),
+          'unknown Made', 'keep the'),
     texts=(texts, 'batch norm 1.layers.0.0, dropout 0.module.encoder_dp', 'Pass seq_len='))
 
 def moves_small(cb):
@@ -342,14 +312,6 @@ def test_causes(case, capsys, recwarn):
     eval(lines[0].split(' or ')[-1])   # the last one cuts
     clean(learn.check_accumulation())
 
-def test_other_remedies():
-    for o in normed_blocks(AccumulateStep(2)).check_accumulation().causes:
-        assert o.remedy.startswith('learn.gradient_checkpointing() or learn.micro_batch('), o
-    learn = learner(net(bn()), cbs=BatchNormEval())
-    clean(learn.check_accumulation())
-    learn.model[1] = nn.GroupNorm(1, 5).double()
-    clean(learn.remove_cb(BatchNormEval).check_accumulation())
-
 def hardest(p, y): return each_ce(p, y).topk(max(1, len(y)//2)).values.mean()
 def above(p, y):
     l = each_ce(p, y)
@@ -364,7 +326,7 @@ def test_small_batches(loss, bs, seed):
     assert not kinds(in_order(AccumulateStep(4), bs=bs))
 
 trainings = dict(
-    **{cls.__name__: (partial(in_order, cls=cls), 4, 4, True) for cls in (Assigned,Clipped,Normalised)},
+    **{cls.__name__: (partial(in_order, cls=cls), 4, 4, True) for cls in (Assigned,Clipped)},
     added=(partial(in_order, cls=Added), 4, 4), two_rows=(partial(unlabelled, k=2), 4, 2),
     seven_rows=(unlabelled, 4, 2), triplets=(partial(in_order, loss=triplets, n=72), 6, 2),
     pairs=(partial(in_order, loss=pairs), 4, 2),
@@ -383,42 +345,28 @@ def test_says_what_the_training_does(k):
     assert 'learn.micro_batch(4, coupled=True) instead of AccumulateStep' in check.causes[0].remedy
     close(trained(make(MicroBatch(4, coupled=True), bs=16)), large)
 
-def test_as_few_whole_batches_as_make_a_window():
-    assert 'one step on 2 of the whole' in unlabelled(AccumulateStep(4), bs=10).check_accumulation().compared
-
-@each(cb=[GradientCheckpointing,OffloadActivations], make=[normed_blocks,partial(unlabelled, bs=16)])
+@each(cb=[GradientCheckpointing,OffloadActivations], make=[blocks,partial(unlabelled, bs=16)])
 def test_what_does_not_cut_needs_no_cut(cb, make):
     assert torch.equal(trained(make()), trained(make(cb())))
     check = make(cb()).check_accumulation()
     assert not check.causes and check.error==0, check
-    assert ('without and with' in check.compared)==(make is normed_blocks)
+    assert ('without and with' in check.compared)==(make is blocks)
     assert check.title.startswith('Your callbacks give the same') and 'bit for bit' in check.title
-
-def test_too_few_for_batch_norm():
-    "Batch norm refuses a micro-batch of one sample, so whole batches are compared"
-    for bs in 2,3:
-        check = learner(net(bn())).check_accumulation(bs)
-        assert [o.kind for o in check.causes]==['batch norm'] and 'whole training batches' in check.compared
 
 # ---- what it refuses
 
-class Stops(Callback):
-    def before_step(self): raise CancelStepException
-class Leaves(Callback):
-    def after_backward(self): raise CancelBatchException
+def raises(e):
+    def f(*_): raise e
+    return f
 def moves():
     "A buffer that depends on the number of samples, and that predictions do not show"
     def f(m, x):
         m.n += len(x)**.5
         return m.lin(x)
-    model = Odd(f, lin=nn.Linear(6,3))
-    model.register_buffer('n', torch.zeros(1))
-    return learner(model.double(), cbs=MicroBatch(4, exact=True))
+    return learner(Made(f, lin=nn.Linear(6,3), n=nn.Buffer(torch.zeros(1))).double(), cbs=MicroBatch(4, exact=True))
 def ignored(cb=None, y=2):
     "All labels but the first one are ignored: 0/0, and no callback is to blame; one that counts is enough"
-    ys = torch.full((64,), 2)
-    ys[0] = y
-    return learner(y=ys, loss=CrossEntropyLossFlat(ignore_index=2), cbs=cb, shuffle=False)
+    return learner(y=tensor([y]+[2]*63), loss=CrossEntropyLossFlat(ignore_index=2), cbs=cb, shuffle=False)
 def step(p):
     p.data -= .1*p.grad
     p.grad = None
@@ -430,7 +378,6 @@ def gan():
     from fastai.vision.gan import GANLearner,basic_critic,basic_generator
     dls = DataLoaders(*(DataLoader(list(zip(torch.randn(8,4,1,1), torch.randn(8,3,16,16))), bs=4) for _ in range(2)))
     return GANLearner.wgan(dls, basic_generator(16, 3, 4), basic_critic(16, 3))
-def raises(p, y): raise RuntimeError('no such thing')
 
 refusals = dict(
     **{f'fit_{k}': (lambda k=k: jacobian(**{k:True}),   # not PyTorch's error alone
@@ -439,15 +386,16 @@ refusals = dict(
     one=(lambda: learner(bs=1, n=1), 'has 1 sample, and at least 2'),
     nan=(lambda: learner(loss=lambda p,y: (p*math.nan).mean()), 'is zero or not finite'),
     zero=(lambda: learner(loss=lambda p,y: F.cross_entropy(p, y).clamp(max=1e-9)), 'is zero or not finite'),
-    stops=(lambda: learner(cbs=Stops()), 'a callback cancels the step'),
-    leaves=(lambda: learner(cbs=Leaves()), 'a callback cancels the step'),
+    **{k: (lambda k=k, e=e: learner(cbs=Callback(**{k:raises(e)})), 'a callback cancels the step')
+       for k,e in dict(before_step=CancelStepException, after_backward=CancelBatchException).items()},
     **{f'ignored {cb}': (lambda cb=cb: ignored(cb), 'the loss ignores all')
        for cb in (AccumulateStep(2),OffloadActivations(),None)},
     fastais=(lambda: learner(cbs=GradientAccumulation(32)), 'remove it with'),
     hooks=(hooked, 'hooks make it in the backward pass'),
     hooks_exact=(lambda: hooked(MicroBatch(4, exact=True)), 'hooks make it in the backward pass'),
     gan=(gan, 'GANLearner trains two models in turn.*a Learner of its own'),
-    own=(lambda: in_order(AccumulateStep(2), loss=raises), '(?s)no such thing.*check_accumulation'))
+    own=(lambda: in_order(AccumulateStep(2), loss=raises(RuntimeError('no such thing'))),
+         '(?s)no such thing.*check_accumulation'))
 
 @each(k=refusals)
 def test_refused(k):
@@ -484,25 +432,6 @@ def test_goes_on_with_fewer_samples_if_memory_runs_out(most):
 
 # ---- as before
 
-def test_ctrl_c_while_the_learner_is_set_back(monkeypatch):
-    "Setting back goes on to its end"
-    learn,put_back,n,at = learner(net(bn()), cbs=AccumulateStep(2)),State.put_back,0,0
-    def restore(self):
-        nonlocal n
-        n += 1
-        if n==at: _thread.interrupt_main(); time.sleep(.01)
-        put_back(self)
-    monkeypatch.setattr(State, 'put_back', restore)
-    learn.check_accumulation()   # proves its remedies once
-    n = 0
-    learn.check_accumulation()
-    total,was = n,signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        for at in 1, total//2, total-1, total:
-            n = 0
-            with pytest.raises(KeyboardInterrupt): checked(learn)
-    finally: signal.signal(signal.SIGINT, was)
-
 class Draws:
     "A dataset that draws by generators of its own"
     def __init__(self):
@@ -512,21 +441,15 @@ class Draws:
         noise = self.np.normal()+self.py.random()+torch.rand(1, generator=self.torch).item()
         noise += random.random()+np.random.rand()+torch.rand(1).item()
         return features(32)[i]+noise,classes(32)[i]
-class Noise(RandTransform):
-    def encodes(self, x:TensorBase): return x+torch.randn_like(x)
 
-def of_fastai(): return DataLoader(Draws(), bs=8, shuffle=True, num_workers=0)
-def augmented():
-    items = TfmdLists(range(32), [lambda i: (TensorBase(features(32)[i]), TensorCategory(classes(32)[i]))])
-    return TfmdDL(items, bs=8, shuffle=True, after_batch=[Noise()], num_workers=0)
-def with_sampler():
-    sampler = torch.utils.data.WeightedRandomSampler(torch.rand(32), 32, generator=torch.Generator().manual_seed(3))
-    return torch.utils.data.DataLoader(Draws(), batch_size=8, sampler=sampler)
-def with_workers():
-    items = list(zip(features(32), classes(32)))
-    return torch.utils.data.DataLoader(items, batch_size=8, shuffle=True, num_workers=1, timeout=9)
+dl_of_torch = torch.utils.data.DataLoader
+loaders = dict(
+    fastai  = lambda: TfmdDL(Draws(), bs=8, shuffle=True, num_workers=0),
+    sampler = lambda: dl_of_torch(Draws(), 8, sampler=torch.utils.data.WeightedRandomSampler(
+        torch.rand(32), 32, generator=torch.Generator().manual_seed(3))),
+    workers = lambda: dl_of_torch(list(zip(features(32), classes(32))), 8, shuffle=True, num_workers=1, timeout=9))
 
-@pytest.mark.parametrize('make', [of_fastai,augmented,with_sampler,with_workers], ids=lambda o: o.__name__)
+@pytest.mark.parametrize('make', loaders.values(), ids=loaders)
 def test_loaders(make):
     "The batches after a check are those without one, in the middle of an epoch too"
     res = []
@@ -541,41 +464,25 @@ def test_loaders(make):
         res.append([*batches, *it])
     assert len(res[0])==8 and identical(*res)
 
-class Scheduled(Callback):
-    order,run_valid = 60,False
-    def __init__(self, cycles): self.cycles = cycles
-    def before_fit(self):
-        opt,n = self.opt.opt,self.learn.n_steps(self.n_epoch)
-        self.s = OneCycleLR(opt, max_lr=.1, total_steps=n) if self.cycles else ExponentialLR(opt, .9)
-    def after_batch(self): self.s.step()
+changes = dict(
+    hyper     = lambda opt: opt.set_hyper('lr', .5),
+    replaced  = lambda opt: setattr(opt.opt, 'param_groups', [dict(g, lr=.5) for g in opt.opt.param_groups]),
+    in_place  = lambda opt: opt.opt.param_groups[0].update(lr=.5),
+    added     = lambda opt: opt.opt.add_param_group(dict(params=[nn.Parameter(torch.ones(2))], lr=.5)),
+    taken     = lambda opt: opt.opt.param_groups[0]['params'].pop(0),
+    falls     = lambda opt: ExponentialLR(opt.opt, .9),
+    one_cycle = lambda opt: OneCycleLR(opt.opt, max_lr=.1, total_steps=9))
 
-@drawn(3, cycles=[True,False], fitted=[False,True], opt=[torch.optim.AdamW,torch.optim.SGD])
-def test_a_scheduler_of_pytorch(cycles, fitted, opt):
-    "It finds the learner's own optimizer, which is as before afterwards, its groups and its state too"
-    learn,plain = (in_order(Scheduled(cycles), AccumulateStep(4), opt=partial(OptimWrapper, opt=opt)) for _ in range(2))
-    if fitted:
-        for o in learn,plain: trained(o, 1)
-    clean(learn.check_accumulation())
-    assert torch.equal(trained(learn), trained(plain))
-
-groups = dict(
-    hyper    = lambda opt: opt.set_hyper('lr', .5),
-    replaced = lambda opt: setattr(opt.opt, 'param_groups', [dict(g, lr=.5) for g in opt.opt.param_groups]),
-    in_place = lambda opt: opt.opt.param_groups[0].update(lr=.5),
-    added    = lambda opt: opt.opt.add_param_group(dict(params=[nn.Parameter(torch.ones(2))], lr=.5)),
-    taken    = lambda opt: opt.opt.param_groups[0]['params'].pop(0))
-
-@drawn(5, how=groups, fitted=[False,True])
-def test_groups_that_a_callback_sets(how, fitted):
-    "In `before_fit`"
-    learn = in_order(AccumulateStep(4), opt=partial(OptimWrapper, opt=torch.optim.SGD))
-    if fitted: trained(learn, 1)
-    else: learn.create_opt()
+@drawn(14, how=changes, fitted=[False,True], opt=[torch.optim.AdamW,torch.optim.SGD])
+def test_what_a_callback_does_to_the_optimizer(how, fitted, opt):
+    "In `before_fit`, as schedulers of PyTorch: it is as before afterwards, its groups and its state too"
+    learn,plain = (in_order(AccumulateStep(4), opt=partial(OptimWrapper, opt=opt)) for _ in range(2))
+    for o in learn,plain: trained(o, 1) if fitted else o.create_opt()
     def now(): return [(id(g), list(map(id, g['params'])), {k:v for k,v in g.items() if k!='params'})
                        for g in learn.opt.opt.param_groups]
     was = now()
-    learn.add_cb(Callback(before_fit=lambda cb: groups[how](cb.learn.opt))).check_accumulation()
-    assert now()==was
+    with learn.added_cbs(Callback(before_fit=lambda cb: changes[how](cb.learn.opt))): clean(checked(learn))
+    assert now()==was and torch.equal(trained(learn), trained(plain))
 
 def test_sparse_gradients():
     "The proof and the check see those of an `nn.Embedding(sparse=True)`"
@@ -585,15 +492,13 @@ def test_sparse_gradients():
         learn.fit(1)
     assert learn.check_accumulation().error<=1e-8
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='checks a learner on a GPU, and this machine has none')
-def test_check_on_a_gpu():
+def test_check_on_a_device(fakegpu):
     "On the device of the learner, whose generator is put back"
     learn = learner(net(bn(), nn.Dropout()))
-    learn.dls.device = 'cuda'
-    state = torch.cuda.get_rng_state()
+    learn.dls.device,state = GPU,fakegpu.get_rng_state()
     check = learn.check_accumulation()
-    assert 'on cuda' in check.compared and [o.kind for o in check.causes]==['batch norm','dropout']
-    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert f'on {GPU[:-2]}' in check.compared and [o.kind for o in check.causes]==['batch norm','dropout']
+    assert torch.equal(fakegpu.get_rng_state(), state)
 
 def test_memory_of_the_check():
     "At most twice the parameters and gradients in float64, the remedies and the proof included; 1.2 here"
@@ -602,7 +507,7 @@ def test_memory_of_the_check():
     learn = learner(wide.double(), opt=Adam)
     trained(learn, 1)
     own = 2*8*sum(p.numel() for p in wide.parameters())
-    peak = peak_bytes(lambda: learn.check_accumulation())/own
+    peak = peak_bytes(learn.check_accumulation, default_device())/own
     assert 1<=peak<=2, f'{peak:.2f} times the parameters and gradients'
 
 # ---- what it says
@@ -635,11 +540,8 @@ def test_shown(k):
     assert html.count('<tr')==(len(check.causes)+1 if check.causes else 0) and 'color' not in html
     assert ('&lt;lambda&gt;' in html)==(k=='differs') and ('could not' in repr(check))==(k=='other_lengths')
 
-def test_time_that_is_left():
+def test_time_that_is_left(capsys):
     "A line without a number of steps, which nobody knows"
-    class ProgressCallback(Callback): pass
-    out = io.StringIO()
-    learn = learner(net(bn()), cbs=[AccumulateStep(2), ProgressCallback()])
-    with redirect_stdout(out): learn.check_accumulation()
-    said = out.getvalue()
+    learner(net(bn()), cbs=AccumulateStep(2)).add_cb(ProgressCallback()).check_accumulation()
+    said = capsys.readouterr().out
     assert 'The causes are looked for, about' in said and 's more' in said and 'step' not in said

@@ -2,17 +2,16 @@
 
 The models are float32, as users train them, and nothing is allowed to differ: weights, buffers, the state of the
 optimizer, losses, and the states of the generators. Only the memory at the peak does, and that is measured."""
-import pickle,pytest,sys
+import pytest
 from contextlib import suppress
-from pathlib import Path
 from harness import *
 from fastai.text.all import AWD_LSTM,awd_lstm_clas_config,get_text_classifier,rnn_cbs
 from fastai.vision.all import create_unet_model,create_vision_model,resnet18,vgg11_bn,xresnet18
 from fastai_accum.memory.checkpointing import *
 from fastai_accum.microbatch import *
 from fastai_accum.memory.offload import *
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]/'benchmarks'))
-from common import held_bytes,peak_bytes
+from test_memory import tower
+from common import held_bytes,peak_bytes   # of benchmarks
 
 class Encoder(nn.Module):
     "PyTorch's transformer"
@@ -149,23 +148,6 @@ def test_checkpointing_ends(exc, event, order):
     same_bits(lambda l: l.gradient_checkpointing().offload_activations(), fit=run)
     assert left[0]==left[1]
 
-def test_copies():
-    "A model that is copied or pickled in the middle of a fit is the plain one"
-    got = []
-    def saves(cb):
-        if cb.training: got.extend([pickle.loads(pickle.dumps(cb.learn.model)), deepcopy(cb.learn.model)])
-    learn = get_learner().gradient_checkpointing()
-    learn.fit(1, cbs=Callback(after_loss=saves))
-    for m in got[:2]:
-        ran = []
-        m.body[0].conv.register_forward_hook(lambda *_: ran.append(1))
-        m(torch.randn(2,3,16,16)).sum().backward()
-        assert len(ran)==1 and names(m)==names(learn.model)!=''
-    new = deepcopy(learn)
-    for l in learn,new: set_seed(3); l.fit(1)
-    assert is_returned(learn) and is_returned(new)
-    close(bits(new), bits(learn), 0)
-
 def test_removed():
     "Removed in the middle of an epoch: that epoch is finished as it began, and the next is plain"
     learn = get_learner().gradient_checkpointing()
@@ -252,23 +234,12 @@ def test_find_blocks():
         assert inside and len(inside)==len(set(inside)), 'blocks overlap'
     assert str(Block('', plain(4)))=='the model' and names(shares_its_activation())=='model[0:4] model[4:8]'
 
-def tower():
-    "Ten blocks, whose activations are most of the memory"
-    def conv(n): return nn.Sequential(nn.Conv2d(n, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
-    blocks = [nn.Sequential(conv(16), conv(16)) for _ in range(10)]
-    return nn.Sequential(conv(3), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16,3))
-
 def test_memory_of_checkpointing():
     "Bytes at the peak of a training step of 8 images of 64 pixels, parameters and buffers included"
     def peak(on):
-        learn = get_learner(tower, lambda: images(64, 8)()[:1], opt_func=SGD)
-        learn.add_cb(NoValid())
-        on(learn)
+        learn = get_learner(partial(tower, n=10), lambda: images(64, 8)()[:1], opt_func=SGD)
+        on(learn.add_cb(NoValid()))
         learn.fit(1)
         return peak_bytes(lambda: learn.fit(1), torch.device('cpu'))+held_bytes(learn)[0]
     a,b = peak(Learner.gradient_checkpointing),peak(noop)
     assert a/b<=.4, f'{a/b:.3f} of the memory of the plain run'
-
-def test_offload_on_the_cpu():
-    x = torch.randn(32,64)
-    assert Host(nn.Linear(64,64)).put(x) is x, 'a copy was made'

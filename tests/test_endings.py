@@ -8,8 +8,8 @@ from contextlib import nullcontext,suppress
 from dataclasses import dataclass
 from harness import *
 import fastai_accum.all   # for `exact=True`
+from fastai_accum import state
 from fastai_accum.extras import GradAccumDtype
-from fastai_accum.core import *
 
 N,BS,LARGE = 76,8,32
 MID,BOUNDARY,LAST = 5,7,9   # micro-batches: in the second window, its boundary, and the boundary of the tail
@@ -238,22 +238,9 @@ def test_what_is_left(name, tmp_path):
         seed_all()
         leave(by_columns[tuple(k)], n_epoch, tmp_path)
 
-cancels = [CancelTrainException, CancelEpochException, CancelFitException]
-
-@each(5, event=late, exc=[KeyboardInterrupt,OSError,*cancels])
-def test_end_of_a_short_loader(event, exc, tmp_path):
-    "The loader is shorter than it said, so its last window is smaller; what is raised there leaves nothing either"
-    def fail(cb):
-        if cb.epoch==0 and cb.learn.accumulate_step.window.n_micro==3: raise exc('ended')
-    a = learner(BS, tmp_path, [AccumulateStep(4), Callback(**{event:fail})])
-    a.dls = make_dls(92, BS, skip=range(36), shuffle=False)   # 7 micro-batches instead of 12
-    with nullcontext() if exc.__name__.startswith('Cancel') else pytest.raises(exc): a.fit(1)
-    is_clean(a)
-    n = a.accumulate_step.counts
-    assert n.n_samples==n.n_stepped+n.n_thrown==56
-
 # Other callbacks
 
+cancels = [CancelTrainException, CancelEpochException, CancelFitException]
 ways = dict(acc=lambda: [AccumulateStep(4)], micro=lambda: [MicroBatch(3)],
             coupled=lambda: [MicroBatch(3, coupled=True, prove=False)],
             exact=lambda: [MicroBatch(3, exact=True, prove=False)],
@@ -285,13 +272,11 @@ def test_nothing_is_left(way, ending):
 def test_ctrl_c_in_the_moment_a_block_ends(again, monkeypatch):
     "What it leaves lent is dropped when the next fit begins, also if the callback has gone"
     def stop(cb): raise KeyboardInterrupt
-    from fastai_accum import state as replace
-    learn = make_learner(make_dls(N, BS), cbs=AccumulateStep(4))
-    give_back = replace._give_back
+    learn,give_back = make_learner(make_dls(N, BS), cbs=AccumulateStep(4)),state._give_back
     def interrupted(*args): return sys.exc_info()[0] is KeyboardInterrupt or give_back(*args)
-    monkeypatch.setattr(replace, '_give_back', interrupted)
-    with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=Callback(before_step=stop))
-    monkeypatch.undo()
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as m:
+        m.setattr(state, '_give_back', interrupted)
+        learn.fit(1, cbs=Callback(before_step=stop))
     assert '_with_events' in vars(learn)
     if not again: learn.remove_cb(AccumulateStep)
     learn.fit(1)

@@ -1,9 +1,8 @@
 "What a callback sees, and what is counted: nothing in the callbacks here knows of accumulation"
-import pickle,pytest,weakref
+import pickle,weakref
 from harness import *
 from fastai.callback.hook import ActivationStats
 from fastai_accum.loop import Counts
-from fastai_accum.core import *
 
 cases = dict(
     kept      = dict(cbs=lambda: AccumulateStep(4)),
@@ -46,8 +45,7 @@ def test_boundary_and_counts():
     learn.fit(1)
     assert log==[(i in (3,7,9), i%4+1, i%4*8, i//4) for i in range(10)]
     c = learn.accumulate_step.counts
-    assert c==Counts(10, 76, [32,32,12])
-    assert (c.n_micro,c.n_samples,c.n_steps,c.n_stepped,c.n_thrown,c.sizes)==(10,76,3,76,0,[32,32,12])
+    assert c==Counts(n_micro=10, n_samples=76, sizes=[32,32,12]) and (c.n_steps,c.n_stepped,c.n_thrown)==(3,76,0)
     learn.validate()
     assert c.n_steps==3 and learn.accumulate_step.window is None
     # true at the step and in `after_batch`, also where a window turned out to be the last
@@ -127,18 +125,13 @@ class Unlabelled(DataLoader):
 @each(without=[range(8), range(1,8), [0], [2]])
 def test_batches_without_targets(without):
     "They make no step, and have their `after_batch`, as in plain fastai"
-    class Count(Callback):
-        n = 0
-        def after_batch(self): self.n += self.training
-    def train(cbs=None):
-        dls = make_dls(64, 8)
+    def counts(cbs=None):
+        dls,seen = make_dls(64, 8),[]
         dls.train.__class__,dls.train.without,dls.n_inp = Unlabelled,without,1
-        learn = make_learner(dls, cbs=[Count(), *L(cbs)])
-        learn.fit(1)
-        return learn
-    a,b = train(AccumulateStep(1)),train()
-    assert a.count.n==b.count.n==8 and len(a.spy.steps)==len(b.spy.steps)==8-len(without)
-    assert a.train_iter==b.train_iter==8 and train(AccumulateStep(4)).count.n==2
+        learn = make_learner(dls, cbs=cbs)
+        learn.fit(1, cbs=Callback(after_batch=lambda cb: seen.append(cb.training)))
+        return sum(seen),len(learn.spy.steps),learn.train_iter
+    assert counts(AccumulateStep(1))==counts()==(8,8-len(without),8) and counts(AccumulateStep(4))[0]==2
 
 def test_a_subclass_with_its_own_before_fit():
     "It need not call `super()`: what the last fit has counted does not stay"
@@ -195,37 +188,37 @@ class Own(Learner):
     def one_batch(self, i, b): self.calls.append('one_batch'); Learner.one_batch(self, i, b)
     def _backward(self): self.calls.append('_backward'); (self.loss_grad*2).backward()
     def _step(self): self.calls.append('_step'); Learner._step(self)
+    def _do_grad_opt(self): Learner._do_grad_opt(self); self.after.append(deepcopy(weights(self)))
 
-@each(how=['class','instance'])
-def test_what_users_override(how):
-    "Subclasses and methods put on the learner are used for each micro-batch, and the step once a window"
+@each(how=['class','instance'], way=[(8, lambda: AccumulateStep(4), 20), (32, lambda: MicroBatch(5, coupled=True), 6),
+                                     (8, lambda: [AccumulateStep(4), MicroBatch(3)], 2*(9*3+2))])
+def test_what_users_override(how, way):
+    """Subclasses and methods put on the learner are used for each of the micro-batches, and the step, and what follows
+    it, once a window"""
     names = 'one_batch','_backward','_step'
-    def train(bs, cbs):
-        learn = make_learner(make_dls(76, bs, shuffle=False), cbs=cbs)
-        learn.calls,own = [],{k:partial(getattr(Own, k), learn) for k in names if how=='instance'}
+    def fit(learn):
+        own = {k:partial(getattr(Own, k), learn) for k in (*names,'_do_grad_opt') if how=='instance'}
+        vars(learn).update(own, calls=[], after=[])
         if how=='class': learn.__class__ = Own
-        vars(learn).update(own)
         learn.fit_one_cycle(2)
         assert all(vars(learn)[k] is v for k,v in own.items()) and '_with_events' not in vars(learn)
-        return learn
     def count(l): return [l.calls.count(k) for k in names]
-    a,b = train(8, AccumulateStep(4)),train(32, None)
-    assert_same(a, b)
-    assert count(a)==[20+4,20,6] and count(b)==[6+4,6,6]   # four batches in validation
+    bs,cbs,n = way
+    a,b = same(cbs, bs, fit=fit)
+    close(a.after, b.after)
+    assert count(a)==[n+4,n,6] and count(b)==[6+4,6,6] and len(a.after)==6   # four batches in validation
 
 @each(when=['after_batch','before_batch','after_epoch','before_validate'])
-def test_saved_in_the_middle(when, tmp_path):
+def test_saved_in_the_middle(when):
     "A learner that is exported, pickled or copied while it trains: what is replaced leaves itself out"
     copies = []
-    def save(cb):
-        if cb.epoch==0 and not copies: copies.append(pickle.dumps(cb.learn))
-    learn = make_learner(make_dls(64, 8, shuffle=False), cbs=AccumulateStep(4))
+    def save(cb): copies.append(pickle.dumps(cb.learn))
     saver = type('Saver', (Callback,), {when: save, '__reduce__': lambda self: (Callback, ())})()
+    learn = make_learner(make_dls(64, 8, shuffle=False), cbs=AccumulateStep(4))
     learn.remove_cb(Spy)
     learn.fit(1, cbs=saver)
     other = pickle.loads(copies[0])
-    other.add_cb(Spy())
-    other.fit(1)
+    other.add_cb(Spy()).fit(1)
     assert len(other.spy.steps)==2
 
 @each(event=['before_batch','after_batch','before_train','after_epoch'])

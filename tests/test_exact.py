@@ -4,7 +4,7 @@ Everything is float64 and compared with the large batch, the state of the random
 import gc,pickle,signal,subprocess,sys,threading
 from itertools import chain
 import pytest
-from torch.nn.utils import prune,weight_norm
+from torch.nn.utils import prune
 from harness import *
 from kinds import Odd
 from fastai.data.transforms import ItemGetter
@@ -51,23 +51,14 @@ def left_alone(model):
 images = torch.randn(20,3,16,16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 labels = classes(20)
 
-class Fn(nn.Module):
-    "A model around a function of the features of a batch and the module `m`"
-    def __init__(self, f, *ms):
-        super().__init__()
-        self.f,self.ms,self.inp,self.head = f,nn.ModuleList(ms),nn.Linear(6,8,bias=False),nn.Linear(8,3)
-    def forward(self, x): return self.head(self.f(self.inp(x), *self.ms))
-
-def flat(f, *ms): torch.manual_seed(2); return Fn(f, *ms)
+def flat(f, *ms):
+    "A model around the function `f` of the features of a batch and the modules `ms`"
+    torch.manual_seed(2)
+    return Odd(lambda m, x: m.head(m.inner(m.inp(x), *m.ms)), inner=f, ms=nn.ModuleList(ms),
+               inp=nn.Linear(6,8,bias=False), head=nn.Linear(8,3))
 def bn8(**kwargs): return nn.BatchNorm1d(8, **kwargs)
 def normed(): return flat(lambda h, bn: bn(h), bn8())
 def bn_drop(): return flat(lambda h, bn, d: d(bn(h).tanh()), bn8(), nn.Dropout(.3))
-def odd(f, **kwargs):
-    "`Odd` with tensors as buffers"
-    m = Odd(f, **{k:v for k,v in kwargs.items() if not isinstance(v, Tensor)})
-    for k,v in kwargs.items():
-        if isinstance(v, Tensor): m.register_buffer(k, v)
-    return m
 
 # ---- what users meet
 
@@ -129,20 +120,6 @@ def conv(bn, nd=2):
     C = (nn.Conv1d,nn.Conv2d,nn.Conv3d)[nd-1]
     return nn.Sequential(C(2,4,3,bias=False), bn, nn.ReLU(), nn.Flatten(), nn.Linear(4*2**nd, 3))
 
-class Act(nn.BatchNorm1d):
-    "A norm with a forward of its own"
-    def forward(self, x):
-        self.num_batches_tracked.add_(1)
-        ts = self.running_mean,self.running_var,self.weight,self.bias
-        return F.batch_norm(x, *ts, True, self.momentum, self.eps).tanh()
-
-def computed(h, bn):
-    "The weight of a norm is computed from what it holds"
-    weight,bias = bn.weight.abs()+h.new_zeros(8),bn.bias[:8]*1
-    return F.batch_norm(h, bn.running_mean, bn.running_var, weight, bias, bn.training)
-
-def no_bias(): return nn.Linear(8, 8, bias=False)
-
 class Standardised(nn.Linear):
     "As in NFNets, a batch norm of the weights, whose gain is computed"
     def forward(self, x):
@@ -161,7 +138,7 @@ class Last(nn.Module):
 def masked():
     "A buffer that stays as it is, and of which a difference is not a number"
     def f(m, x): return (x[:,None]+m.mask.to(x)).softmax(-1).sum(1)
-    return odd(f, mask=torch.full((8,8), -math.inf).triu(1))
+    return Odd(f, mask=nn.Buffer(torch.full((8,8), -math.inf).triu(1)))
 
 def two_heads():
     "The norms of the second have no gradient, and their parameters keep none"
@@ -183,14 +160,12 @@ uses = dict(   # models, and arguments of `same_slices`
     input      = (lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6,3)), {}),
     functional = (lambda: flat(lambda h: F.batch_norm(h, None, None, training=True)), {}),
     torch      = (lambda: flat(statistics), {}),
-    own        = (lambda: flat(lambda h, bn: bn(h), Act(8)), {}),
-    computed   = (lambda: flat(computed, bn8()), {}),
     a_view     = (lambda: flat(lambda h, bn: F.batch_norm(h, None, None, bn.weight.view(-1), bn.bias.detach(), True),
                                bn8()), {}),
     standard   = (lambda: flat(lambda h, bn, m: m(bn(h)), bn8(), Standardised(8,8)), {}),
-    # hooks that set a weight on a layer of PyTorch
-    pruned     = (lambda: flat(lambda h, l, bn: l(bn(h)), prune.l1_unstructured(no_bias(), 'weight', .3), bn8()), {}),
-    weight     = (lambda: flat(lambda h, l, bn: l(bn(h).tanh()), weight_norm(no_bias()), bn8()), {}),
+    # a hook that sets a weight on a layer of PyTorch
+    pruned     = (lambda: flat(lambda h, l, bn: l(bn(h)),
+                               prune.l1_unstructured(nn.Linear(8, 8, bias=False), 'weight', .3), bn8()), {}),
     unused     = (lambda: flat(lambda h, bn: (bn(h), h)[1], bn8()), {}),
     skips      = (lambda: flat(lambda h, a, b, c: c((h+b(a(h).tanh())).tanh())+h, bn8(), bn8(), bn8()),
                   dict(x=X2, y=Y2)),
@@ -202,11 +177,9 @@ uses = dict(   # models, and arguments of `same_slices`
     last_two   = (lambda: flat(lambda h, bn: bn(h), bn8(eps=.1)), dict(x=X[:18], y=Y[:18], n=1, bs=8)),
     evaluation = (normed, dict(cbs=BatchNormEval())),
     flat_cos   = (bn_drop, dict(fit='fit_flat_cos', cbs=GradientClip(.1), loss_func=weighted)),
-    mask       = (lambda: flat(lambda h, m, d: d(m(h)), masked(), nn.Dropout(.3)), {}),
     norm_mask  = (lambda: flat(lambda h, bn, m, d: d(m(bn(h))), bn8(), masked(), nn.Dropout(.3)), {}),
     # batch norm needs two samples, so the plan takes one of them twice
     two        = (lambda: conv(nn.BatchNorm2d(4)), dict(x=P[:6], y=Y[:6], n=1, bs=2)),
-    two_drops  = (lambda: flat(lambda h: F.dropout(h, .3)), dict(x=X[:6], y=Y[:6], n=1, bs=2)),
     heads      = (two_heads, dict(x=X2, y=Y2, n=5, wd=.1, loss_func=lambda p, y: F.cross_entropy(p[0], y))),
     gap        = (gap, dict(x=X_gap, n=1, bs=10)))
 
@@ -257,7 +230,6 @@ def in_a_closure(g): return flat(lambda h: h+torch.rand(len(h), 1, generator=g).
 draws = dict(
     dropout      = lambda: flat(lambda h, d: d(h), nn.Dropout(.3)),
     inplace      = lambda: flat(lambda h, d: d(h*2), nn.Dropout(.3, inplace=True)),
-    functional   = lambda: flat(lambda h: F.dropout(h, .3)),
     dropout2d    = lambda: flat(lambda h, d: d(h[:,:,None,None]).flatten(1), nn.Dropout2d(.3)),
     alpha        = lambda: flat(lambda h, d, e: e(d(h)), nn.AlphaDropout(.3), nn.FeatureAlphaDropout(.3)),
     weight       = lambda: flat(lambda h, d: d(h[:,None])[0][:,0], WeightDropout(nn.LSTM(8,8,batch_first=True), .5)),
@@ -419,44 +391,27 @@ def test_a_failure_in_a_slice(k, e, backward, norm):
 
 def test_a_batch_of_another_length_has_its_own_plan():
     "Texts of several lengths"
-    def batches():
-        g = torch.Generator().manual_seed(0)
-        return [(torch.randint(2, 30, (8,t), generator=g), torch.randint(0, 3, (8,), generator=g)) for t in (5,9,5,7)]
+    g = torch.Generator().manual_seed(0)
+    batches = [(torch.randint(2, 30, (8,t), generator=g), torch.randint(0, 3, (8,), generator=g)) for t in (5,9,5,7)]
     def f(m, x):
         h = F.dropout(m.emb(x), .2)
         for _ in range(x.shape[1]//3): h = F.dropout(h, .1)   # the number of draws depends on the length
         return m.head(m.bn(m.rnn(h)[0].mean(1)))
-    def run(*cbs):
+    def model():
         set_seed(2)
-        m = Odd(f, emb=nn.Embedding(30,6), rnn=nn.LSTM(6,8,batch_first=True), bn=bn8(), head=nn.Linear(8,3)).double()
-        dls = DataLoaders(DataLoader(batches(), bs=None), DataLoader(batches()[:1], bs=None))
-        learn = make_learner(dls, m, cbs=cbs, splitter=params)
-        set_seed(0); learn.fit(2)
-        return learn
-    a,b = run(),run(MicroBatch(3, exact=True))
-    assert_same(b, a)
-
-def columns(b, bs): return [(b[0][:,i:i+bs], *(o[i:i+bs] for o in b[1:])) for i in range(0, b[0].shape[1], bs)]
-
-def test_split():
-    "Samples in the second dimension, also for predictions: without targets nobody can count what `split` returns"
-    def turn(cb): cb.learn.xb = cb.xb[0].t(),
-    def model(): return Odd(lambda m, x: m.m(x.t()), m=bn_drop())
-    a,b = (train(model, cbs=[Callback(before_batch=turn), *o]) for o in ([],[MicroBatch(3, exact=True, split=columns)]))
-    assert_same(b, a)
-    left_alone(b.model)
-    dl = DataLoader(list(zip(X)), bs=8)
-    close(b.get_preds(dl=dl)[0], a.get_preds(dl=dl)[0])
+        return Odd(f, emb=nn.Embedding(30,6), rnn=nn.LSTM(6,8,batch_first=True), bn=bn8(), head=nn.Linear(8,3)).double()
+    def dls(_): return DataLoaders(*[DataLoader(batches, bs=None) for _ in range(2)])
+    same(lambda: MicroBatch(3, exact=True), dls=dls, model=model, fit=lambda l: l.fit(2), **one_group)
 
 def average():
     "A running average, which moves only when it is told to"
     def f(m, h, moves):
         if moves: m.v.mul_(.5).add_(1)
         return h*m.v
-    return odd(f, v=torch.ones(()).double())
+    return Odd(f, v=nn.Buffer(torch.ones(()).double()))
 
 def steady(h, on, d, avg, kept): return h
-def norm_is_used(m): m.f = lambda h, a, d, avg: d(F.batch_norm(a(h).tanh(), None, None, training=True))
+def norm_is_used(m): m.inner = lambda h, a, d, avg: d(F.batch_norm(a(h).tanh(), None, None, training=True))
 changes = dict(   # what the model does when a coin is `on`, and what a callback switches
     dropout = (lambda h, on, d, avg, kept: d(h), 0., lambda m: setattr(m.ms[1], 'p', .3)),
     norm    = (steady, 0., lambda m: m.ms.__setitem__(0, bn8(affine=False).double())),

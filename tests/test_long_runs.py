@@ -2,10 +2,9 @@
 
 The loaders do not shuffle: fastai saves no random state, so a shuffled run cannot be resumed exactly, with or
 without accumulation."""
-import gc,os,pytest,sys
+import gc,os,sys
 from contextlib import nullcontext
 from harness import *
-from fastai_accum.core import *
 
 def learner(bs, path, cbs=None): return make_learner(make_dls(76, bs, shuffle=False), path=path, cbs=cbs)
 fits = dict(fit=lambda l,**kw: l.fit(4, 0.02, **kw), one_cycle=lambda l,**kw: l.fit_one_cycle(4, 0.02, **kw),
@@ -18,7 +17,7 @@ def interrupt(cb):
 @drawn(3, fit=fits, how=['callback','patch'], same=[True,False])
 def test_resume(fit, how, same, tmp_path):
     "Interrupted in the middle of a window, loaded from the last checkpoint, and gone on with `start_epoch`"
-    make = lambda: learner(8, tmp_path, AccumulateStep(4) if how=='callback' else None)
+    def make(): return learner(8, tmp_path, AccumulateStep(4) if how=='callback' else None)
     with accumulation(4) if how=='patch' else nullcontext():
         whole,a = make(),make()
         fits[fit](whole)

@@ -1,4 +1,4 @@
-"The loop over windows: what is counted, tails, micro-batches that are left out, overrides, removed callbacks"
+"The loop over windows: what is counted, tails, micro-batches that are left out, windows that are thrown away"
 import pytest
 from contextlib import nullcontext
 from harness import *
@@ -38,47 +38,13 @@ def of_sizes(*sizes):
     return of_windows([range(end-n, end) for n,end in zip(sizes, ends)])
 
 def test_samples_are_counted_as_they_arrive():
-    "Batches of 4, 32 and 24 samples are two windows of 30, not three"
-    a = make_learner(of_sizes(4, 32, 24), cbs=AccumulateStep(n_samples=30, drop_last=False), opt_func=SGD)
-    b = make_learner(of_sizes(36, 24), opt_func=SGD)
+    "Batches of 4, 32 and 24 samples are two windows of 30, not three; `n_iter` says three, since nobody knows"
+    def step(cb): assert cb.n_iter==3
+    cbs = [AccumulateStep(n_samples=30, drop_last=False), Callback(after_step=step)]
+    a,b = make_learner(of_sizes(4, 32, 24), cbs=cbs, opt_func=SGD),make_learner(of_sizes(36, 24), opt_func=SGD)
     for l in (a,b): l.fit(1)
     close(*([snapshot(l)[k] for k in ('params','step.grads','losses')] for l in (a,b)))
     assert a.accumulate_step.counts.sizes==[36,24]
-
-def test_a_loader_that_is_longer_than_it_says():
-    "What comes after the plan is trained in windows, too"
-    class Longer(DataLoader):
-        def __len__(self): return 6
-    batches = [(features(76)[i:i+4],classes(76)[i:i+4]) for i in range(0, 40, 4)]
-    a = make_learner(DataLoaders(Longer(batches, bs=None), make_dls(76, 16).valid), cbs=AccumulateStep(2))
-    b = make_learner(of_sizes(*[8]*5))
-    for l in (a,b): l.fit(1)
-    close(weights(a), weights(b))
-    assert a.accumulate_step.counts.sizes==[8]*5
-
-@each(cb=[AccumulateStep(4), MicroBatch(3)])
-def test_a_cancelled_backward_pass(cb):
-    "A callback that goes backward by itself and cancels fastai's pass gets an error that names it"
-    def backward(cb): cb.learn.loss_grad.backward(); raise CancelBackwardException
-    learn = make_learner(make_dls(64, 8), cbs=[cb, Callback(before_backward=backward)])
-    with pytest.raises(RuntimeError, match='CancelBackwardException'): learn.fit(1)
-    is_clean(learn)
-
-class Follows(Learner):
-    "Notes the weights after a step, in what it overrides"
-    def _do_grad_opt(self):
-        super()._do_grad_opt()
-        self.after = getattr(self, 'after', []) + [[p.clone() for p in weights(self)]]
-
-@each(way=[(8, lambda: AccumulateStep(4)), (8, lambda: [AccumulateStep(4), MicroBatch(3)]),
-           (32, lambda: MicroBatch(5, coupled=True))])
-def test_an_override_of_do_grad_opt(way):
-    "What follows `super()` runs once a window"
-    def fit(learn): learn.__class__ = Follows; learn.fit_one_cycle(2)
-    bs,cbs = way
-    a,b = same(cbs, bs, fit=fit)
-    close(a.after, b.after)
-    assert len(a.after)==6
 
 class OwnStep(Learner):
     "Makes the backward pass and the step by itself"
@@ -88,10 +54,18 @@ class OwnStep(Learner):
         self.loss_func(self.model(*self.xb), *self.yb).backward()
         self.opt.step(); self.opt.zero_grad()
 
-def test_a_learner_that_steps_by_itself():
-    learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(4))
-    learn.__class__ = OwnStep
-    with pytest.raises(RuntimeError, match='AccumulateStep.*steps by itself'): learn.fit(1)
+def backward(cb): cb.learn.loss_grad.backward(); raise CancelBackwardException
+
+@each(case=[(Learner, [AccumulateStep(4), Callback(before_backward=backward)], 'CancelBackwardException'),
+            (Learner, [MicroBatch(3), Callback(before_backward=backward)], 'CancelBackwardException'),
+            (OwnStep, AccumulateStep(4), 'AccumulateStep.*steps by itself')])
+def test_a_step_of_ones_own(case):
+    "A learner that steps by itself, or a callback that goes backward and cancels fastai's pass, gets an error"
+    cls,cbs,match = case
+    learn = make_learner(make_dls(64, 8), cbs=cbs)
+    learn.__class__ = cls
+    with pytest.raises(RuntimeError, match=match): learn.fit(1)
+    is_clean(learn)
 
 def test_a_cancelled_step_is_not_counted():
     "A scaler that skips the step by itself cancels nothing, and counts as fastai counts it"
@@ -197,23 +171,6 @@ def test_cancelled_micro_batches(which, event, order):
     n,left = a.accumulate_step.counts,sum(map(len, windows))
     assert (n.n_steps,n.n_stepped,n.n_thrown)==(len(b.spy.steps),left,76-left)
 
-class WandbCallback(Callback):
-    "What the callback of fastai does to its axis"
-    order = Recorder.order+1
-    def before_fit(self): self.axis = [0]
-    def after_batch(self):
-        if self.training: self.axis.append(self.axis[-1]+1/self.n_iter)
-
-@each(case=[(dict(n_step=4), lambda: make_dls(76, 8), 2, [i/3 for i in range(7)]),
-            (dict(n_step=4), lambda: make_dls(76, 8, skip=range(68,76), shuffle=False), 2, [i/3 for i in range(7)]),
-            (dict(n_samples=20), lambda: of_sizes(8, 3, 9, 12, 8), 1, [0,.2,.4])])
-def test_axis_of_wandb(case):
-    "An epoch is 1, also where the loader is shorter than its length, or else counts as it did"
-    window,dls,n_epoch,axis = case
-    learn = make_learner(dls(), cbs=[AccumulateStep(**window), WandbCallback()])
-    learn.fit(n_epoch)
-    assert learn.wandb.axis==pytest.approx(axis)
-
 def test_terminate_on_nan_of_weight_0():
     "A micro-batch of weight 0 does not end training: its loss of NaN is not shown"
     y = classes(76); y[8:16] = -100
@@ -276,6 +233,23 @@ def test_trials_say_nothing():
         learn.noise_scale(2, 3, False)
         learn.check_accumulation()
 
+@each(way=[(lambda: AccumulateStep(4), 8), (lambda: MicroBatch(8), 32)])
+def test_a_loop_of_ones_own(way):
+    "Only `fit` knows windows: each call of `learn.one_batch` is a step with its batch, as without our callbacks"
+    cb,bs = way
+    def run(cbs):
+        learn = make_learner(make_dls(64, bs, shuffle=False), cbs=cbs)
+        learn.remove_cbs([learn.recorder,learn.micro])
+        learn.create_opt()
+        learn.spy.before_fit()
+        learn.model.train()
+        learn.training,learn.train_iter,learn.pct_train,learn.n_iter,learn.n_epoch = True,0,0.,64//bs,1
+        for i,b in enumerate(learn.dls.train): learn.one_batch(i, b)
+        return learn.spy.steps,weights(learn)
+    ours,plain = run(cb()),run(None)
+    close(ours, plain, 0)
+    assert len(ours[0])==64//bs
+
 by_hand = dict(acc=(lambda: AccumulateStep(4), 2), coupled=(lambda: MicroBatch(3, coupled=True), 8),
                both=(lambda: [AccumulateStep(2), MicroBatch(3)], 4))
 
@@ -298,20 +272,3 @@ def test_events_by_hand(name):
     learn.fit(1)
     assert len(learn.spy.steps)==n
     is_clean(learn)
-
-@each(way=[(lambda: AccumulateStep(4), 8), (lambda: MicroBatch(8), 32)])
-def test_a_loop_of_ones_own(way):
-    "Only `fit` knows windows: each call of `learn.one_batch` is a step with its batch, as without our callbacks"
-    cb,bs = way
-    def run(cbs):
-        learn = make_learner(make_dls(64, bs, shuffle=False), cbs=cbs)
-        learn.remove_cbs([learn.recorder,learn.micro])
-        learn.create_opt()
-        learn.spy.before_fit()
-        learn.model.train()
-        learn.training,learn.train_iter,learn.pct_train,learn.n_iter,learn.n_epoch = True,0,0.,64//bs,1
-        for i,b in enumerate(learn.dls.train): learn.one_batch(i, b)
-        return learn.spy.steps,weights(learn)
-    ours,plain = run(cb()),run(None)
-    close(ours, plain, 0)
-    assert len(ours[0])==64//bs

@@ -1,6 +1,5 @@
 """The weight of each loss is what its mean divides by, and training with it is the large batch's: cut evenly and
 unevenly, in windows without targets, and any window. Rows of the page "Works with" train each loss as it is"""
-import pytest
 from hypothesis import given,settings,strategies as st
 from harness import *
 from kinds import Odd
@@ -33,9 +32,7 @@ def pixels(p=0.):
     return torch.where(out, 255, classes(N*16).reshape(N,4,4))
 
 losses = dict(
-    ce                = (nn.CrossEntropyLoss(), classes(N)),
     ce_ignored        = (nn.CrossEntropyLoss(), ignoring(.9)),
-    ce_void           = (nn.CrossEntropyLoss(), void()),
     ce_weighted       = (nn.CrossEntropyLoss(weight=W), rare()),
     ce_weight_zero    = (nn.CrossEntropyLoss(weight=W0), rare()),
     ce_weighted_void  = (nn.CrossEntropyLoss(weight=W), void()),
@@ -161,10 +158,10 @@ def test_window_of_weight_zero(name):
     assert len(a.recorder.lrs)==5 and not any(math.isnan(o) for o in a.recorder.losses)
     assert a.accumulate_step.counts.sizes==[0,32,0]*2
 
-def test_partials():
-    "A `partial` keeps the flattening of fastai's losses, and its keywords count"
-    p,t = real(4,1),real(4)
-    assert loss_weight(partial(MSELossFlat()), p, t)==4
+def test_partials_and_lengths():
+    "A `partial` keeps the flattening of fastai's losses, and its keywords count; the lengths of texts may be a tuple"
+    assert loss_weight(partial(MSELossFlat()), real(4,1), real(4))==4
+    assert loss_weight(nn.CTCLoss(), torch.randn(7,2,4), torch.ones(2,3).long(), (7,7), (1,2))==2
     def mine(pred, targ, reduction='mean'): return getattr(F.l1_loss(pred, targ, reduction='none'), reduction)()
     def total(pred, targ, reduction='sum'): return mine(pred, targ, reduction)
     for f,red,nature in (mine,'mean',False), (partial(mine, reduction='sum'),'sum',False), (total,'sum',True), \
@@ -227,15 +224,14 @@ def test_a_floor_under_the_divisor(k, c, y):
     same(lambda: way(both(c)), bs=bs, y=y(), loss_func=per_positive(c))
 
 @each(k=ways)
-def test_one_warning_where_a_loss_is_left_out(k):
+def test_one_warning_where_a_loss_is_left_out(k, recwarn):
+    "Once a fit, and none where all targets are ignored"
     bs,way = ways[k]
     cb = way(lambda pred,targ: targ.sum())
     learn = make_learner(make_dls(N, bs, positives()), loss_func=per_positive(1.), cbs=cb)
     for _ in range(2):
         with pytest.warns(UserWarning, match='weight 0.*coupled=True') as said: learn.fit(2)
         assert sum('weight 0' in str(o.message) for o in said)==1
-
-def test_no_warning_where_targets_are_ignored(recwarn):
     make_learner(make_dls(N, 2, void()), cbs=AccumulateStep(16)).fit(1)
     assert not [o for o in recwarn if 'weight 0' in str(o.message)]
 
@@ -250,6 +246,3 @@ def test_two_numbers_of_another_divisor(other, k):
                          cbs=way(others[other]))
     with pytest.raises(ValueError, match=r'must be max\(c, n\) and n, with the same c.*coupled=True'): learn.fit(1)
     assert not learn.spy.steps
-
-def test_lengths_in_a_tuple():
-    assert loss_weight(nn.CTCLoss(), torch.randn(7,2,4), torch.ones(2,3).long(), (7,7), (1,2))==2

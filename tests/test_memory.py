@@ -24,12 +24,12 @@ class Block(nn.Module):
         a,b = zip(self.convs, self.norms)
         return F.relu(x + b[1](b[0](F.relu(a[1](a[0](x))))))   # no variable holds on to what is between
 
-def six_blocks(c=16):
+def tower(c=16, n=6):
     torch.manual_seed(0)
     head = nn.AdaptiveAvgPool2d(1),nn.Flatten(),nn.Linear(c, 3)
-    return nn.Sequential(nn.Conv2d(3, c, 3, padding=1), *[Block(c) for _ in range(6)], *head)
+    return nn.Sequential(nn.Conv2d(3, c, 3, padding=1), *[Block(c) for _ in range(n)], *head)
 
-def get_learner(*cbs, model=six_blocks, n=32, px=32, n_batches=1, dtype=torch.float32, opt_func=SGD):
+def get_learner(*cbs, model=tower, n=32, px=32, n_batches=1, dtype=torch.float32, opt_func=SGD):
     set_seed(0)
     x,y = torch.randn(n*n_batches, 3, px, px).to(dtype),torch.randint(3, (n*n_batches,))
     dls = DataLoaders(*(DataLoader(Items(x, y), bs=n, device=here.device) for _ in range(2)), device=here.device)
@@ -75,53 +75,22 @@ def test_a_step_takes_a_small_part(device, fakegpu, capsys):
 
 # ---- copies beside the model
 
-ways = dict(offload=lambda: OffloadActivations(), exact=lambda: MicroBatch(8, exact=True))
-
-def races(learn, fakegpu):
-    "Those of a fit after the first one, since the proof would refuse copies that race with the model"
-    learn.fit(1)
-    let_go(learn)
-    fakegpu.synchronize()
-    return fakegpu.races()
-
 @there
 @simulated
-@pytest.mark.parametrize('k', ways)
-def test_a_missing_wait_is_found(k, device, fakegpu, monkeypatch):
+def test_a_missing_wait_is_found(device, fakegpu, monkeypatch):
     "The test of the test: without its waits, the copies race with the model"
-    learn = get_learner(ways[k]())
+    learn = get_learner(OffloadActivations())
     learn.fit(1)
-    assert not races(learn, fakegpu)
     def fetch(self, o):
         "As `_fetch`, but nobody waits for the copy"
         if o.ahead is None: self._start(o)
         (t,_),o.ahead = o.ahead,None
         return t
-    with monkeypatch.context() as mp:
-        mp.setattr(Host, '_fetch', fetch)
-        assert any('reads what' in o for o in races(learn, fakegpu))
-    monkeypatch.setattr(Host, '_let_go', lambda self, most: self.leaving.clear())   # memory is let go too early
-    assert any('is freed while' in o for o in races(learn, fakegpu))
-
-@there
-@simulated
-def test_a_missing_record_stream_is_found(device, fakegpu, monkeypatch):
-    "What comes back ahead of time, and then is not used: an error ends the backward pass"
-    def fail(g): raise ZeroDivisionError
-    def stops(m, x):
-        x = x.clone()
-        x.register_hook(fail)
-        return x
-    def run():
-        learn = get_learner(OffloadActivations(), model=lambda: six_blocks().insert(4, Odd(stops)))
-        with pytest.raises(ZeroDivisionError): learn.fit(1)
-        let_go(learn)
-        fakegpu.synchronize()
-        return fakegpu.races()
-    monkeypatch.setattr(Host, 'share', 1.)   # all that there is comes back
-    assert not run()
-    monkeypatch.setattr(Tensor, 'record_stream', lambda *_: None)
-    assert any('is freed while' in o for o in run())
+    monkeypatch.setattr(Host, '_fetch', fetch)
+    learn.fit(1)
+    let_go(learn)
+    fakegpu.synchronize()
+    assert any('reads what' in o for o in fakegpu.races())
 
 # ---- memory runs out
 
@@ -203,7 +172,7 @@ class Bomb(nn.Module):
         return x*torch.from_numpy(ones)
 
 def with_a_bomb():
-    m = six_blocks(4)
+    m = tower(4)
     return nn.Sequential(m[0], m[1], Bomb(), m[2], *m[7:])
 
 @pytest.mark.parametrize('exc,n,device', sample(itertools.product([RuntimeError,KeyboardInterrupt,MemoryError], [1,2,4],
@@ -213,7 +182,8 @@ def test_a_slice_that_fails_while_others_wait(exc, n, device, fakegpu, capsys):
     learn = get_learner(MicroBatch(8, exact=True, prove=False), model=with_a_bomb, px=8)
     def left():
         let_go(learn)
-        return fakegpu.memory_allocated(),fakegpu.pinned_stats()['count'],threads(),sum(o() is not None for o in Bomb.alive)
+        alive = sum(o() is not None for o in Bomb.alive)
+        return fakegpu.memory_allocated(),fakegpu.pinned_stats()['count'],threads(),alive
     learn.fit(1)
     before = left()
     Bomb.exc,Bomb.n = exc,2+n   # two calls plan the batch
@@ -226,15 +196,15 @@ def test_a_slice_that_fails_while_others_wait(exc, n, device, fakegpu, capsys):
 trials = dict(what_fits=lambda l: l.what_fits('1GB'), noise_scale=lambda l: l.noise_scale(2, 3, False),
               check=lambda l: l.check_accumulation(), proof=lambda l: l.micro_batch(4, exact=True).fit(1))
 
-def interrupt(cb): raise KeyboardInterrupt
-
 @pytest.mark.filterwarnings('ignore')
 @pytest.mark.parametrize('k,stop,mode,device', sample([o for o in itertools.product(
     trials, [False,True], ['to_fp16','to_bf16'], ['cpu',GPU]) if o[:2]!=('proof',True)], 6), indirect=['device'])
 def test_a_trial_leaves_nothing_open(k, stop, mode, device, capsys, monkeypatch):
     "Autocast, hooks, streams and threads are as before, after an error too; and the next training uses its weights"
-    if device.type=='cpu': monkeypatch.setattr('fastai.callback.fp16.autocast', on_cpu)
-    learn = getattr(get_learner(model=partial(six_blocks, 4), n=8, px=8, n_batches=8), mode)()
+    # fastai's names the kind 'cuda'
+    def autocast(*_, dtype): return torch.autocast('cpu', dtype=torch.bfloat16)
+    if device.type=='cpu': monkeypatch.setattr('fastai.callback.fp16.autocast', autocast)
+    learn = getattr(get_learner(model=partial(tower, 4), n=8, px=8, n_batches=8), mode)()
     def now():
         on = [torch.is_autocast_enabled(o) for o in ('cpu',device.type)]
         stream = torch.get_device_module(device).current_stream() if device.type!='cpu' else None
@@ -242,15 +212,11 @@ def test_a_trial_leaves_nothing_open(k, stop, mode, device, capsys, monkeypatch)
     learn.fit(1)
     before = now()
     if stop:
-        cb = Callback(after_pred=interrupt)   # between the forward pass and the loss
-        learn.add_cb(cb)
-        with pytest.raises(KeyboardInterrupt): trials[k](learn)
-        learn.remove_cb(cb)
+        def interrupt(cb): raise KeyboardInterrupt   # between the forward pass and the loss
+        with pytest.raises(KeyboardInterrupt),learn.added_cbs(Callback(after_pred=interrupt)): trials[k](learn)
     else: trials[k](learn)
     let_go(learn)
     assert now()==before
-
-def on_cpu(*_, dtype): return torch.autocast('cpu', dtype=torch.bfloat16)   # fastai's names the kind 'cuda'
 
 # ---- what the proof takes
 
@@ -273,7 +239,7 @@ def without_norm(): return wide_first(lambda c: nn.Identity())
 @simulated
 # heavy: gradients in float64 take as much again, while two are added up
 @pytest.mark.parametrize('kw,model,copies', [
-    (dict(exact=True),six_blocks,1), (dict(coupled=True),heavy,3), (dict(exact=True),wide_first,1),
+    (dict(exact=True),tower,1), (dict(coupled=True),heavy,3), (dict(exact=True),wide_first,1),
     (dict(coupled=True),wide_first,1), (dict(exact=True),without_norm,1)])
 def test_what_the_proof_takes(kw, model, copies, device, fakegpu, capsys):
     "At its peak not more than the first real step, and copies of the model in float64"

@@ -4,7 +4,6 @@ from contextlib import nullcontext
 from weakref import WeakKeyDictionary
 from harness import *
 from kinds import Odd
-from fastai_accum.core import *
 
 modes = each(coupled=[False,True])
 ways = {}, dict(coupled=True), dict(exact=True)
@@ -66,6 +65,14 @@ def test_a_scale_beside_the_predictions(kw, shape):
     whole(lambda: MicroBatch(5, **kw), model=lambda: odd(scaled, s=nn.Parameter(torch.full(shape, .3).double())),
           loss_func=lambda p, y: F.cross_entropy(p['scale']*p['h'], y))
 
+def two_inputs(batch):
+    "A function that makes loaders, of what `batch` makes of the numbers of samples"
+    def dls(bs):
+        dl = torch.utils.data.DataLoader(range(64), batch_size=bs, collate_fn=batch)
+        dl.n_inp = 2
+        return DataLoaders(dl, dl)
+    return dls
+
 ids = dict(strings=np.array([f'id{i%3}' for i in range(64)]), dates=np.arange(64).astype('M8[D]'),
            objects=np.array([dict(id=i) for i in range(64)], dtype=object))
 @each(4, name=ids, kw=ways)
@@ -74,32 +81,34 @@ def test_arrays_that_hold_no_numbers(name, kw):
     def takes(m, x, ids):
         assert isinstance(ids, np.ndarray) and len(x)==len(ids)
         return m.m(x)
-    def dls(bs):
-        def batch(idxs): return features(64)[idxs],ids[name][idxs],classes(64)[idxs]
-        dl = torch.utils.data.DataLoader(range(64), batch_size=bs, collate_fn=batch)
-        dl.n_inp = 2
-        return DataLoaders(dl, dl)
-    whole(lambda: MicroBatch(5, **kw), bs=16, dls=dls, model=lambda: odd(takes))
+    def batch(idxs): return features(64)[idxs],ids[name][idxs],classes(64)[idxs]
+    whole(lambda: MicroBatch(5, **kw), bs=16, dls=two_inputs(batch), model=lambda: odd(takes))
 
-def embed(m, x): return F.normalize(m.a(x), dim=1),F.normalize(m.b(x), dim=1)
-def own_pair(logits): return F.cross_entropy(logits, torch.arange(len(logits)))
-def all_pairs(f):
-    "Compares all samples with each other, as CLIP does"
+def of_columns(idxs): return features(64).T[:,idxs],features(64, 2).T[:,idxs],classes(64)[idxs]
+def columns(b, bs): return [tuple(o[...,i:i+bs] for o in b) for i in range(0, len(b[-1]), bs)]
+def normed():
     torch.manual_seed(0)
-    return Odd(f, a=nn.Linear(6,3), b=nn.Linear(6,3)).double()
+    layers = nn.Linear(8,5,bias=False),nn.BatchNorm1d(5),nn.Tanh(),nn.Dropout(.3),nn.Linear(5,3)
+    return nn.Sequential(*layers).double()
+
+@each(kw=ways)
+def test_split(kw):
+    "Samples in the second dimension, of two inputs; also for predictions, where no targets show how many there are"
+    layers = normed if 'exact' in kw else partial(small_model, 8)
+    def model(): return Odd(lambda m, *xs: m.m(torch.cat(xs).T), m=layers())
+    a,b = whole(lambda: MicroBatch(5, split=columns, **kw), bs=16, dls=two_inputs(of_columns), model=model)
+    test = DataLoader([o[:2] for o in a.dls.valid], bs=None)
+    close(a.get_preds(dl=test)[0], b.get_preds(dl=test)[0])
+
+def embed(m, x): return tuple(F.normalize(o, dim=1) for o in m.m(x).chunk(2, 1))
 def logits(m, x): a,b = embed(m, x); return dict(logits=a@b.t())
+def own_pair(logits): return F.cross_entropy(logits, torch.arange(len(logits)))
 
 @each(kw=ways)
 def test_logits_of_all_pairs(kw):
-    "They cannot be joined, and the error says what to do; this is right"
-    def train(f, loss): whole(lambda: MicroBatch(5, **kw), model=partial(all_pairs, f), loss_func=loss)
+    "CLIP compares all samples with each other: this cannot be joined, and the error says what to do, which is right"
+    def train(f, loss):
+        whole(lambda: MicroBatch(5, **kw), model=lambda: Odd(f, m=small_model(out=6)), loss_func=loss)
     with pytest.raises(ValueError, match='return the embeddings, and compare all pairs of them in the loss'):
         train(logits, lambda p, y: own_pair(p['logits']))
     if kw: train(embed, lambda p, y: own_pair(p[0]@p[1].t()))
-
-def test_a_loss_beside_the_predictions():
-    "A number that each slice has for itself cannot be joined"
-    def own(m, x): h = m.m(x); return dict(h=h, loss=h.mean())
-    def loss(p, y): return F.cross_entropy(p['h'], y)
-    with pytest.raises(ValueError, match="pred..loss.. is a Tensor of shape"):
-        whole(lambda: MicroBatch(8, coupled=True), model=lambda: odd(own), loss_func=loss)

@@ -1,9 +1,6 @@
 "`learn.n_steps` says before a fit how many steps the optimizer will make"
 from harness import *
-from fastai_accum.core import *
 from fastai_accum import processes as module
-from fastai_accum.extras import *
-from fastai.callback.training import ShortEpochCallback
 
 def grows(pct): return 1 if pct<.3 else 3
 ways = dict(none=list, four=lambda: AccumulateStep(4), one=lambda: AccumulateStep(1),

@@ -3,12 +3,10 @@ known, and what it says"""
 import pytest
 import matplotlib; matplotlib.use('agg')
 from harness import *
-from kinds import Odd
 from fastai_accum.extras import *
 from fastai_accum.loop import in_charge
 from fastai_accum.loss import loss_weight
 from fastai_accum.know.noise import *
-from fastai_accum.core import *
 
 noise_scale = partial(Learner.noise_scale, show_plot=False)
 few = partial(noise_scale, n_step=2, num_it=6)   # of 12 batches
@@ -51,11 +49,10 @@ def odd():
     def f(m, x):
         h = m.emb((x.abs()*4).long().clamp(max=8)).mean(1)
         return m.a(h)+m.b(h) if (x[:,0]>2.).any() else m.a(h)
-    return Odd(f, emb=nn.Embedding(9, 4, sparse=True), a=nn.Linear(4, 3), b=nn.Linear(4, 3)).double()
+    return Made(f, emb=nn.Embedding(9, 4, sparse=True), a=nn.Linear(4, 3), b=nn.Linear(4, 3)).double()
 
 i,weighted = torch.arange(84),nn.CrossEntropyLoss(weight=torch.tensor([1.,10.,3.]).double())
 cases = dict(
-    weights    = dict(loss_func=weighted),
     ignored    = dict(y=torch.where((i%9<4)|((i>=7)&(i<10)), -100, classes(84))),   # 7 to 9 are a micro-batch
     own_weight = dict(cbs=AccumulateStep(1, weight=lambda pred, y: len(y)**2)),
     sums       = dict(cbs=AccumulateStep(1, average=False)),
@@ -141,12 +138,10 @@ def filled(o, value=0., **kwargs):
         for p in learn.model[o].parameters(): p.fill_(value)
     return learn
 
-def test_noise_that_hides_the_gradient(capsys):
+def test_what_cannot_be_measured(monkeypatch, capsys):
     res = few(filled(2, y=classes(96, seed=5)))   # equal predictions, and targets that tell nothing
     assert math.isnan(res.scale) and res.n_step is None and res.noise>0
     assert 'The noise hides the gradient in the 96 samples that were drawn' in capsys.readouterr().out
-
-def test_what_cannot_be_measured(monkeypatch):
     learn = make_learner(make_dls(248, 8))
     for kw in dict(n_step=1), dict(n_step=2.), dict(num_it=True), dict(num_it=1):
         with pytest.raises(ValueError, match=f'noise_scale: {first(kw)} must be an int of at least 2, got '):

@@ -1,9 +1,10 @@
 """Activations on the host, from a simulated accelerator: its copies are as late as they may be, races are reported,
 and its memory is counted."""
-import gc,pickle,pytest
-from contextlib import nullcontext,suppress
+import pickle,pytest
+from contextlib import nullcontext
 from harness import *
-from test_checkpointing import Encoder,alike,archs,body,ender,ends,get_learner,others,pair_of,same_bits
+from test_checkpointing import Encoder,alike,archs,body,get_learner,others,pair_of,same_bits
+from test_memory import step_bytes
 from fastai.vision.all import resnet18
 from fastai_accum.memory.checkpointing import *
 from fastai_accum.memory.offload import *
@@ -83,14 +84,6 @@ def test_twice(device):
         return [x.grad, g, *torch.autograd.grad(g.norm(), list(m.parameters()), allow_unused=True)]
     for a,b in zip(f(nullcontext), f(Host(m).hooks)): assert (a is None and b is None) or torch.equal(a, b)
 
-@drawn(4, exc=ends[:4], event=['before_batch','after_pred','after_backward','after_epoch'])
-def test_offload_ends(exc, event, device):
-    learn = get_learner().offload_activations()
-    with suppress(exc): learn.fit(2, cbs=ender(exc, event))
-    assert is_returned(learn)
-    learn.fit(1)
-    assert is_returned(learn)
-
 def test_root_sequential(device):
     "Beside `GradientCheckpointing`, whichever comes first, also where both are about the model's own `forward`"
     def make():
@@ -115,14 +108,6 @@ def test_memory_of_offload(device, fakegpu):
     "What a step allocates at its peak, and nothing of it stays, neither on the device nor on the host"
     def peak(on):
         learn = get_learner(partial(Encoder, 64, 6), pair_of(lambda: torch.randn(8,64,64)), opt_func=SGD)
-        learn.add_cb(NoValid()); on(learn)
-        learn.fit(1)
-        gc.collect()
-        was = fakegpu.memory_allocated(),fakegpu.pinned_stats()['now']
-        fakegpu.reset_peak_memory_stats()
-        learn.fit(1)
-        gc.collect()
-        assert (fakegpu.memory_allocated(),fakegpu.pinned_stats()['now'])==was
-        return fakegpu.max_memory_allocated()-was[0]
+        return step_bytes(on(learn.add_cb(NoValid())), fakegpu)
     a,b = peak(Learner.offload_activations),peak(noop)
     assert a/b<=.5, f'{a/b:.3f} of what the plain run allocates'

@@ -1,8 +1,7 @@
 """The promise on a device that is not the CPU: some cases of the other files, and what there is only on devices.
 
 Everything is on the simulated accelerator, which also reports each race between streams."""
-import gc,pickle
-import matplotlib,pytest
+import gc,pickle,matplotlib
 from harness import *
 from fastai_accum.all import *
 from kinds import Odd

@@ -1,6 +1,6 @@
 """What a release ships: a wheel and an sdist that install, complete metadata, a README that PyPI can show, an
 import that loads little, notebooks without noise, and benchmarks that run"""
-import inspect,json,os,re,shutil,subprocess,sys,tarfile,zipfile
+import inspect,os,re,shutil,subprocess,sys,tarfile,zipfile
 from configparser import ConfigParser
 from email import message_from_string
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest,torch
 from fastai.basics import Callback,Learner
 from fastcore.docments import docments
 import fastai_accum,fastai_accum.all as accum
+from pasted import all_cells,notebooks
 
 root = Path(__file__).resolve().parents[1]
 cfg = ConfigParser(); cfg.read(root/'settings.ini', encoding='utf-8'); settings = cfg['DEFAULT']
@@ -110,8 +111,8 @@ def test_pages_exist():
 def test_changelog(): assert f'\n## {fastai_accum.__version__}\n' in read('CHANGELOG.md')
 
 def test_import(tmp_path):
-    """It loads no library that fastai and PyTorch's checkpoints have not loaded, and adds no progress bar to every
-    learner. A name of `all` can be imported from the package, which loads nothing before; any other is missing as usual"""
+    """It loads no library that fastai and PyTorch's checkpoints have not loaded, and adds no bar to every learner. A
+    name of `all` can be imported from the package, which loads nothing before; any other is missing as usual"""
     code = """import sys,fastai_accum
 assert 'fastai' not in sys.modules
 from fastai.basics import *
@@ -127,10 +128,10 @@ except ImportError: print(*{o.split('.')[0] for o in set(sys.modules)-modules})"
 def test_public_names():
     names = {}
     exec('from fastai_accum.all import *', names)
-    for o in ('AccumulateStep MicroBatch turn_on_accumulation turn_off_accumulation accumulation loss_weight '
-              'BatchNormEval').split(): assert o in names, o
-    for o in 'Window Counts Plan WindowCallback Replaced join slices base_loss processes is_a fastai_accum F'.split():
-        assert o not in names, f'{o} is not for users'
+    users = ('AccumulateStep MicroBatch turn_on_accumulation turn_off_accumulation accumulation loss_weight '
+             'BatchNormEval')
+    ours = 'Window Counts Plan WindowCallback Replaced join slices base_loss processes is_a fastai_accum F'
+    assert {*users.split()} <= {*names} and not {*ours.split()} & {*names}
 
 def test_names_of_callbacks():
     "`learn.NAME` is the callback, so no method of a learner may have that name"
@@ -199,13 +200,9 @@ def test_fresh_environment(version, dist, tmp_path):
 
 # ---- notebooks
 
-def is_page(p): return not any(o.startswith(('_','.')) for o in p.relative_to(root/'nbs').parts)
-notebooks = [p for p in sorted((root/'nbs').rglob('*.ipynb')) if is_page(p)]
-def cells(p): return json.loads(p.read_text(encoding='utf-8'))['cells']
-
 def lines_to_read(p):
     "The lines of code to be read: cells that are neither hidden nor exported, and blocks in the text"
-    for c in cells(p):
+    for c in all_cells(p):
         s = ''.join(c['source'])
         if c['cell_type']=='markdown':
             yield from '\n'.join(re.findall(r'^```.*?\n(.*?)^```', s, flags=re.S|re.M)).split('\n')
@@ -231,15 +228,18 @@ def test_no_noise_in_notebooks():
     noise = 'Warning','█','% [','|----','site-packages',*(f'/{folder}/' for folder in ('home','root','tmp'))
     for p in notebooks:
         text = ''.join(str(o.get('text', '')) + str(o.get('data', {}).get('text/plain', ''))
-                       for c in cells(p) for o in c.get('outputs', []))
+                       for c in all_cells(p) for o in c.get('outputs', []))
         assert not [o for o in noise if o in text], p.stem
 
 # ---- benchmarks
 
-def test_what_waits_for_a_gpu_says_what_it_would_do():
-    if torch.cuda.is_available(): pytest.skip('it says so where there is no GPU, and this machine has one')
-    out = sh(sys.executable, root/'benchmarks'/'gpu.py')
-    for o in 'exact','out_of_memory','tests','costs','fits': assert f'\n{o}: ' in out, out
+def test_what_the_gpu_runs():
+    "Files and names of tests that exist"
+    script = read('benchmarks/gpu.py')
+    tests = {p.stem:p.read_text(encoding='utf-8') for p in (root/'tests').glob('test_*.py')}
+    files,names = (re.search(o, script)[1] for o in (r"for o in \(('.+?')\)\]", "'-k','(.+?)'"))
+    assert {f'test_{o}' for o in re.findall(r'\w+', files)}<=tests.keys()
+    assert not [o for o in names.split(' or ') if not re.search(rf'def test_\w*{o}', ''.join(tests.values()))]
 
 def test_the_weights_that_the_gpu_is_asked_for(monkeypatch):
     "On a CPU: the figure that must be tiny on a GPU, where copies run on side streams"

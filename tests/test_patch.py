@@ -1,8 +1,7 @@
 "`turn_on_accumulation`: every learner, every way to train, and fastai as it was afterwards"
-import pytest,threading,zipfile
+import zipfile
 from functools import wraps
 from harness import *
-from fastai_accum.core import *
 from fastai_accum.core import accumulation_settings
 
 @pytest.fixture(autouse=True)
@@ -17,8 +16,9 @@ fits = dict(fit=Self.fit(2), one_cycle=Self.fit_one_cycle(2), flat_cos=Self.fit_
 settings = dict(n_step=(dict(n_step=4), 92, 8, 32), n_samples=(dict(n_samples=64), 200, 24, 72),
                 drop_last=(dict(n_step=4, drop_last=True), 100, 8, 32))
 
-def check(fit, how, existing, tmp_path):
-    "Learners that exist and those made later, in every way to train"
+@each(7, fit=fits, how=settings, existing=[True,False])
+def test_every_way_to_train(fit, how, existing, tmp_path):
+    "Learners that exist and those made later"
     kw,n,bs,large = settings[how]
     def make(bs, drop=False): return make_learner(make_dls(n, bs, drop_last=drop, shuffle=False), path=tmp_path)
     if existing: a = make(bs)
@@ -31,14 +31,6 @@ def check(fit, how, existing, tmp_path):
     assert_same(a, b)
     n = a.accumulate_step.counts.n_steps
     assert a.accumulate_step.learn is None and 0<n<=len(a.spy.steps) and a.cbs.map(type)==b.cbs.map(type)
-
-@each(7, fit=fits, how=settings, existing=[True,False])
-def test_every_way_to_train(fit, how, existing, tmp_path): check(fit, how, existing, tmp_path)
-
-def test_callbacks_in_an_iterator():
-    seen,learn = [],make_learner(make_dls(64, 8))
-    learn.fit(1, cbs=map(noop, [Callback(after_step=lambda cb: seen.append(1))]))
-    assert len(seen)==8
 
 def make(n=96, **kwargs): return make_learner(make_dls(n, 8), **kwargs)
 def steps(learn, **kwargs): learn.spy.steps = []; learn.fit(1, **kwargs); return len(learn.spy.steps)
@@ -55,7 +47,7 @@ def test_rank():
         own = make(cbs=AccumulateStep(6))
         assert steps(own)==2 and own.accumulate_step.n_step==6
         assert steps(make(cbs=AccumulateStep(1)))==12 and steps(make().accumulate(12))==1
-        for cbs in AccumulateStep(6), [AccumulateStep(6)], L(AccumulateStep(6)): assert steps(make(), cbs=cbs)==2
+        for cbs in AccumulateStep(6), [AccumulateStep(6)], iter([AccumulateStep(6)]): assert steps(make(), cbs=cbs)==2
         # a class is made without arguments
         with pytest.raises(ValueError, match='give either n_step'): steps(make(), cbs=AccumulateStep)
     assert steps(make())==6
@@ -118,17 +110,13 @@ def test_exported_while_on(tmp_path):
     names = zipfile.ZipFile(tmp_path/'a.pkl')
     assert not any(b'fastai_accum' in names.read(o) for o in names.namelist())
 
-def test_blocks_of_two_threads():
-    "Off when the last one has ended"
-    first,second = threading.Event(),threading.Event()
-    def one():
-        with accumulation(2): first.set(); second.wait(10)
-    def two():
-        first.wait(10)
-        with accumulation(4): second.set(); t1.join()
-    t1,t2 = threading.Thread(target=one),threading.Thread(target=two)
-    t1.start(); t2.start(); t2.join()
-    assert accumulation_settings() is None
+def test_blocks_that_overlap():
+    "As in two threads: off when the last one has ended"
+    one,two = accumulation(2),accumulation(4)
+    one.__enter__(); two.__enter__(); one.__exit__(None, None, None)
+    assert n_step()==4
+    two.__exit__(None, None, None)
+    assert n_step() is None
 
 def test_counts_after_a_patched_fit():
     "They can be read, the next fit replaces them, and only `learn.cbs` says whether accumulation is on"

@@ -2,7 +2,7 @@
 import pytest
 from harness import *
 from fastai_accum.extras import *
-from fastai_accum.core import *
+from fastai_accum.know.what_fits import peak_bytes
 
 class Low(Callback):
     "Inputs in the dtype of the model, and predictions in float64, so that the loss is exact"
@@ -53,12 +53,9 @@ def test_the_mean_fits_where_the_sum_does_not():
     loss = nn.CrossEntropyLoss(weight=torch.tensor([1.,5e4,5e4]).double())
     assert error(torch.float16, 8, GradAccumDtype(), loss=loss, y=y)<=2
 
-class Learned(nn.Module):
+def learned():
     "A loss with parameters of its own"
-    def __init__(self):
-        super().__init__()
-        self.t,self.loss = nn.Parameter(torch.ones(3).double()),nn.CrossEntropyLoss(weight=by_class.weight)
-    def forward(self, pred, y): return self.loss(pred*self.t, y)
+    return Made(lambda m, pred, y: by_class(pred*m.t, y), t=nn.Parameter(torch.ones(3).double()))
 
 def unfreezes(at, event):
     def f(cb):
@@ -73,7 +70,7 @@ alike = dict(
     shorter  = dict(n=50, skip=(3,4,20)),
     clip     = dict(cbs=lambda: GradientClip(.01)),
     kept_sum = dict(acc=dict(average=False), loss=lambda: nn.CrossEntropyLoss(reduction='sum')),
-    loss     = dict(loss=Learned, acc=dict(weight=lambda p, y: by_class.weight[y].sum())),
+    loss     = dict(loss=learned, acc=dict(weight=lambda p, y: by_class.weight[y].sum())),
     unfreeze = dict(cbs=lambda: unfreezes(2, 'before_batch'), frozen=True),
     at_end   = dict(cbs=lambda: unfreezes(3, 'after_batch'), frozen=True),
     left_out = dict(cbs=lambda: Callback(after_loss=leaves_out)),
@@ -93,19 +90,6 @@ def test_exact_where_nothing_is_low(name):
     a,b = train(GradAccumDtype(), **alike[name]),train(**alike[name])
     assert_same(a, b)
     close(list(a.loss_func.parameters()), list(b.loss_func.parameters()))
-
-@each(dtype=[torch.float16,torch.bfloat16])
-def test_each_gradient_is_freed(dtype):
-    "When the next micro-batch begins, and when one is added the ones before are gone"
-    left = []
-    def look(cb):
-        if not cb.training or cb.accumulate_step.window.n_micro==1: return
-        left.append([p.grad is None for p in cb.model.parameters()])
-    learn = low_learner(dtype, 8, [AccumulateStep(4), GradAccumDtype(),
-                                   Callback(before_batch=look, after_backward=look)])
-    learn.fit(1)
-    assert len(left)==12 and all(all(o) for o in left)
-    assert all(g.dtype==dtype for s in learn.spy.steps for g in s['grads'])
 
 class Either(nn.Module):
     "An embedding whose gradient is sparse or, for the micro-batches of `dense`, dense"
@@ -131,14 +115,11 @@ def test_sparse_is_cast_once():
     "Entries of the same row are added before they are rounded"
     x = torch.randint(3, (64,4))
     grad, = embedded(x, 1, [AccumulateStep(64), GradAccumDtype()], (), torch.bfloat16)
-    model = Either((), torch.bfloat16)
-    exact, = exact_window(None, list(range(64)), 1, model=model.train(), x=x)
+    exact, = exact_window(None, list(range(64)), 1, model=Either((), torch.bfloat16), x=x)
     assert ulps(grad, exact)<=2
 
-def test_peak_memory_of_sums(monkeypatch):
+def test_peak_memory_of_sums():
     "A plain run keeps 2 bytes a parameter for gradients. With sums in float32 it is 4; it would be 6 if both were kept"
-    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[1]/'benchmarks')
-    from common import peak_bytes
     n,d = 8,256
     def train(cbs):
         torch.manual_seed(0)
@@ -147,7 +128,7 @@ def test_peak_memory_of_sums(monkeypatch):
         learn = Learner(DataLoaders(DataLoader(batches, bs=None), DataLoader(batches[:1], bs=None)), model,
                         loss_func=nn.MSELoss(), opt_func=SGD,
                         default_cbs=False, cbs=[TrainEvalCallback(), AccumulateStep(4), *cbs])
-        return peak_bytes(lambda: learn.fit(1))/(n*d*d)
+        return peak_bytes(lambda: learn.fit(1), default_device())/(n*d*d)
     plain,summed = train([]),train([GradAccumDtype()])
     assert plain==pytest.approx(2, rel=.3)
     assert 3.5 < summed-plain+2 < 4.5, (plain, summed)

@@ -32,24 +32,11 @@ def n_proofs(capsys): return capsys.readouterr().out.count('is proved on your mo
 ways = dict(exact=lambda m: MicroBatch(3, exact=True), coupled=lambda m: MicroBatch(3, coupled=True),
             checkpointing=lambda m: GradientCheckpointing([m[0]]))
 
-@pytest.mark.parametrize('k', ways)
-def test_an_ordinary_model_is_proved_once(k, capsys):
-    m = net()
-    learn = learner(m, ways[k](m))
-    learn.fit(2)
-    learn.fit(1)
-    out = capsys.readouterr().out
-    assert out.count('is proved on your model: 4 samples')==1
-    assert 'What is proved: https://' in out
-
 @pytest.mark.skipif(not hasattr(torch.backends, 'fp32_precision'), reason='this PyTorch has no such setting')
-def test_precision_set_by_its_new_name(capsys):
-    was = torch.backends.fp32_precision
-    torch.backends.fp32_precision = 'ieee'
-    try:
-        learner(net(), MicroBatch(3, exact=True)).fit(1)
-        assert n_proofs(capsys)==1
-    finally: torch.backends.fp32_precision = was
+def test_precision_set_by_its_new_name(capsys, monkeypatch):
+    monkeypatch.setattr(torch.backends, 'fp32_precision', 'ieee')
+    learner(net(), MicroBatch(3, exact=True)).fit(1)
+    assert n_proofs(capsys)==1
 
 def test_the_middle_of_each_range():
     "What random draws return where a trial leaves chance out"
@@ -93,7 +80,6 @@ def rare(m, x):
     "One mask in fifty hides a row: the trial makes that frequent"
     keep = (torch.rand(len(x), device=x.device)>.02).to(x)
     return x*keep[:,None,None,None] + (1-keep).sum()
-def groups(split): return net(Odd(lambda m, x: torch.cat(list(map(m.bn, split(x)))), bn=nn.BatchNorm2d(4)))
 def checkpoints_itself(reentrant):
     "By PyTorch's function, in one of its two variants"
     def f(m, x):
@@ -120,11 +106,9 @@ refusals = dict(   # also where slices wait at norms, and the model runs for a p
     recomputes=(lambda: net(Odd(center, gradient_checkpointing=True)), 'exact',   # as the models of transformers say it
                 r'call gradient_checkpointing_disable\(\) first'),
     rare=(lambda: net(Odd(rare)), 'exact', 'exact=True'),
-    # what a model does with the number of samples that trains, which the trial on a few does not see
-    ghost=(lambda: groups(lambda x: x.split(4)), 'exact', 'exact=True is not possible'),
-    chunks=(lambda: groups(lambda x: x.chunk(4)), 'exact', 'exact=True is not possible'),
-    from_six=(lambda: net(Odd(lambda m, x: center(m, x) if len(x)>=6 else x)), 'exact', 'exact=True is not possible'),
-    late=(lambda: net(Odd(lambda m, x: F.dropout(x, .3) if len(x)>=7 else x)), 'exact', 'exact=True is not possible'),
+    # with the number of samples that trains, which the trial on a few does not see; test_look has more
+    ghost=(lambda: net(Odd(lambda m, x: torch.cat(list(map(m.bn, x.split(4)))), bn=nn.BatchNorm2d(4))),
+           'exact', 'exact=True is not possible'),
     reentrant=(lambda: checkpoints_itself(True), 'exact', 'exact=True is not possible'),
     not_reentrant=(lambda: checkpoints_itself(False), 'exact', 'exact=True is not possible'),
     large=(lambda: nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.Flatten(), Large(196, 8), nn.Linear(8, 3)), 'coupled',
@@ -143,24 +127,19 @@ def test_refused_before_anything_moves(k, monkeypatch):
     learn.remove_cb(cb)
     learn.fit(1)
 
-def what_is_left(learn):
-    ms = list(learn.model.modules())
-    return (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()), torch.get_default_dtype(),
-            [m.training for m in ms], [len(m._forward_hooks)+len(m._forward_pre_hooks) for m in ms],
-            [p.grad for p in learn.model.parameters()], {k:v.tolist() for k,v in learn.model.state_dict().items()},
-            torch.is_grad_enabled(), warnings.filters[:], sys.stdout, [sorted(vars(m)) for m in ms])
-
 @each(k=ways)
 def test_nothing_is_disturbed(k):
     "A fit with the proof leaves what a fit without it leaves"
-    def left(proves):
+    def leaves(proves):
         m = net()
         learn = learner(m, ways[k](m))
         if not proves: learn.cbs[-1].prove = False
         set_seed(0)
         with accumulation(2): learn.fit(1)
-        return [[g if g is None else g.tolist() for g in o] if i==6 else o for i,o in enumerate(what_is_left(learn))]
-    assert left(True)==left(False)
+        now,vs = left(learn),[sorted(vars(o)) for o in m.modules()]
+        return [now[o] for o in ('drawn','globals','modes','hooks')],[o.grad for o in m.parameters()], \
+               m.state_dict(),warnings.filters[:],sys.stdout,vs
+    assert identical(leaves(True), leaves(False))
 
 @pytest.fixture
 def interrupts():
@@ -185,12 +164,13 @@ def test_ctrl_c_ends_it_at_once(k, interrupts):
     "Also while a module runs; and nothing has moved"
     press.n,press.ended,was = 0,False,[]
     m = net(Odd(presses))
-    before = Callback(before_batch=lambda cb: was.append(what_is_left(cb.learn)))
+    before = Callback(before_batch=lambda cb: was.append(left(cb.learn)))
     before.order = -1000
     learn = learner(m, ways[k](m) if k!='checkpointing' else GradientCheckpointing([m[1]]), before)
     with pytest.raises(KeyboardInterrupt): learn.fit(1)
     assert press.n and not press.ended
-    assert what_is_left(learn)[:-3]==was[-1][:-3]   # without what is lent in a batch
+    was[-1]['attributes'] = left(learn)['attributes']   # some are lent in a batch
+    assert_left(was[-1], learn)
     learn.fit(1)
 
 def test_it_is_proved_again_when_something_changes(capsys):
@@ -242,67 +222,48 @@ def fine_tunes(learn):
     learn.freeze()
     learn.fit(1)
 
-@each(case=[(net, 8, Self.fit(1), 0), (net, 3, fine_tunes, 1),   # a batch of 8 is not cut
-            (lambda: net(Odd(single)), 3, Self.fit(1), 1)])   # tried in its own precision if float64 fails
+def twice(learn): learn.fit(2); learn.fit(1)
+def counts(m, x):
+    "Changes numbers and flags by itself, which is no reason to prove it again"
+    m.n,m.is_first,m.last = m.n+1,False,m.last+.5
+    return x
+def counting(): return net(Odd(counts, n=0, is_first=True, last=0.))
+
+@each(case=[*((net, o, twice, 1) for o in ways.values()), (net, ways['exact'], fine_tunes, 1),
+            (counting, ways['checkpointing'], twice, 1),
+            (net, lambda m: MicroBatch(8, exact=True), twice, 0),   # a batch of 8 is not cut
+            (lambda: net(Odd(single)), ways['exact'], twice, 1)])   # tried in its own precision if float64 fails
 def test_how_often_it_is_proved(case, monkeypatch, capsys):
     "Also in Python 3.14, where `copy` has lost a private function"
-    model,bs,fit,n = case
+    model,way,fit,n = case
     monkeypatch.delattr(sys.modules['copy'], '_deepcopy_atomic', raising=False)
-    fit(learner(model(), MicroBatch(bs, exact=True), splitter=lambda m: [params(m[0]), params(m[1:])]))
-    assert n_proofs(capsys)==n
-
-def leads_to(o): return lambda: o
-
-@each(way=ways)
-def test_nothing_stays_in_memory(way):
-    "A model may lead to its learner, as a hook does; neither it nor the copies of the proof stay"
-    def sevens(): return [o for o in gc.get_objects() if type(o) is nn.Parameter and o.shape==(7,8)]
-    m = net(nn.Sequential(nn.Flatten(), nn.Linear(196, 8), nn.Linear(8, 7), nn.Linear(7, 196),
-                          nn.Unflatten(1, (4,7,7))))
-    learn = learner(m, ways[way](m), n=8)
-    m.lead = leads_to(learn)
-    learn.fit(1)
-    assert sevens()
-    del m,learn
-    gc.collect()
-    assert not sevens()
+    fit(learner(m := model(), way(m), splitter=halves))
+    said = re.findall(r'is proved on your model: 4 samples.* What is proved: https://', capsys.readouterr().out)
+    assert len(said)==n
 
 def clips(m, x): return x+x.view(-1,4,*x.shape[1:]).flip(1).reshape(x.shape)
 
 def test_a_multiple_of_four_samples(capsys):
     "As a video model of four clips wants it: it is tried on as many as a few slices have, and is exact"
-    def trained(*cbs):
-        dls = make_dls(16, 8, x=images[:16].double(), y=classes(16))
-        learn = make_learner(dls, net(Odd(clips)).double(), opt_func=SGD, cbs=cbs, lr=.1, splitter=params)
-        torch.manual_seed(0)
-        learn.fit(1)
-        return learn
     # a bias before a batch norm has no gradient but rounding
-    assert_same(trained(MicroBatch(4, exact=True)), trained(), but=('step.grads','opt'))
+    same(lambda: MicroBatch(4, exact=True), large=8, n=16, x=images[:16].double(), y=classes(16), opt_func=SGD,
+         model=lambda: net(Odd(clips)).double(), fit=Self.fit(1, .1), splitter=params, but=('step.grads','opt'))
     assert n_proofs(capsys)==1
 
-def test_coupled_and_exact_together_are_exact():
-    def model():
-        torch.manual_seed(0)   # without the bias, whose gradient would be rounding only
-        return nn.Sequential(nn.Linear(6, 5, bias=False), nn.BatchNorm1d(5), nn.Dropout(.3), nn.Linear(5, 3)).double()
-    same(lambda: MicroBatch(5, coupled=True, exact=True), bs=32, model=model)
+def normed():
+    torch.manual_seed(0)   # without the bias, whose gradient would be rounding only
+    return nn.Sequential(nn.Linear(6, 5, bias=False), nn.BatchNorm1d(5), nn.Dropout(.3), nn.Linear(5, 3)).double()
 
 class OwnBackward(Callback):
     "A second backward pass through the batch's predictions"
     def before_backward(self): (.1*self.pred.pow(2).mean()).backward(retain_graph=True)
 
-@each(cb=[lambda: MicroBatch(3, exact=True), lambda: MicroBatch(3, coupled=True)])
-def test_a_backward_pass_of_a_callback(cb):
-    "Beside slices of a model without norms"
-    same(cb, bs=12, large=12, n=48, also=OwnBackward)
-
-def test_numbers_that_count_samples():
-    "Such as a mean that is written by hand"
-    def means(m, x):
-        h = m.m(x)
-        by_hand = h.sum()/len(h) + h.sum()*(1/len(h)) + 0*torch.arange(1, len(h)+1).sum()
-        return h + 0*by_hand.detach()
-    same(lambda: MicroBatch(8, exact=True), bs=32, model=lambda: Odd(means, m=small_model()), splitter=trainable_params)
+@each(case=[(dict(coupled=True, exact=True), normed, noop), (dict(exact=True), small_model, OwnBackward),
+            (dict(coupled=True), small_model, OwnBackward)])   # without norms, beside slices
+def test_trains_as_the_whole_batch(case):
+    "Coupled and exact together are exact; and beside a callback with a backward pass of its own"
+    kw,model,also = case
+    same(lambda: MicroBatch(5, **kw), bs=32, model=model, also=also)
 
 @each(value=[0.,1.])
 def test_constant_images(value):
@@ -314,19 +275,27 @@ def test_constant_images(value):
         dl = DataLoader([(torch.full((8,3,12,12), value),classes(8))], bs=None)
         learner(model, MicroBatch(4, exact=True), dls=DataLoaders(dl, dl)).fit(1)
 
+def leads_to(o): return lambda: o
+
 @pytest.mark.parametrize('k', ways)
 def test_one_copy_at_a_time(k, monkeypatch):
-    "The tensors of a run are freed before the next one begins, and nothing waits for Python's collector"
+    """The tensors of a run are freed before the next one begins, and nothing waits for Python's collector. The model
+    may lead to its learner, as a hook does, and goes with it"""
     m,copied,copies,alive = net(),Dry.copied,[],[]
-    weight = m[0][0].weight
+    at = m[0][0].weight.data_ptr()
     def noted(self, o):
         res = copied(self, o)
-        if o.data_ptr()==weight.data_ptr() and o.dtype==torch.float32:
+        if o.data_ptr()==at and o.dtype==torch.float32:
             alive.append(sum(c() is not None for c in copies))
             copies.append(weakref.ref(res))
         return res
     monkeypatch.setattr(Dry, 'copied', noted)
+    learn,weight = learner(m, ways[k](m)),weakref.ref(m[0][0].weight)
+    m.lead = leads_to(learn)
     gc.disable()
-    try: learner(m, ways[k](m)).fit(1)
+    try: learn.fit(1)
     finally: gc.enable()
     assert len(alive)>1 and not any(alive) and not any(o() is not None for o in copies)
+    del m,learn
+    gc.collect()
+    assert weight() is None

@@ -1,9 +1,7 @@
 """Windows on a schedule, against a loop by hand over batches whose size changes at the same samples."""
 import pytest
 from harness import *
-from fastai_accum.microbatch import *
-from fastai_accum.core import *
-from fastai_accum.extras import *   # the plot
+import fastai_accum.extras   # the plot
 
 def grows(pct): return 1 if pct<.3 else 3 if pct<.7 else 6
 cosine = SchedCos(.05, .001)
@@ -42,8 +40,8 @@ def ours(n, *cbs, loss_func=None, drop_last=False, n_epoch=3, lr=cosine):
     learn.fit(n_epoch, cbs=ParamScheduler({'lr':lr}))
     return learn,rows
 
-def matches(a, b):
-    (a,got),(b,rows) = a,b
+def matches(ours, hand):
+    (a,got),(b,rows) = ours,hand
     close([weights(a), opt_state(a.opt), got], [weights(b), opt_state(b.opt), [r[:2] for r in rows]])
     assert len(rows)>4 and a.accumulate_step.counts.sizes==[r[2] for r in rows]
 
@@ -128,8 +126,9 @@ def test_plot_windows():
     assert rate[-1,0]==3*80   # without the tails
     def stop(cb):
         if cb.train_iter>=5: raise CancelFitException
-    learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(grows), Callback(after_batch=stop)])
-    learn.fit(3); lines(learn)
-    learn = make_learner(make_dls(96, 8), cbs=MicroBatch(4))
-    learn.fit(1)
-    assert lines(learn)[1][:,1].tolist()==[8]*13
+    lines(ours(96, AccumulateStep(grows), Callback(after_batch=stop))[0])
+    assert lines(ours(96, MicroBatch(4), n_epoch=1)[0])[1][:,1].tolist()==[8]*13
+    def leave_out(cb):
+        if cb.training and cb.train_iter==1: raise CancelBatchException
+    _,sizes,steps = lines(ours(96, AccumulateStep(4), Callback(before_batch=leave_out), n_epoch=1)[0])
+    assert sizes[:,1].tolist()==[32,0,32,32] and steps[-1,1]==2

@@ -13,8 +13,8 @@ from PIL import Image
 from harness import SWEEP
 
 sync_api = pytest.importorskip('playwright.sync_api', reason="Playwright is not installed: pip install -e '.[site]'")
-SITE,NAMES = Path(__file__).resolve().parents[1]/'_docs',('chromium','chromium-browser','google-chrome')
-CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
+SITE = Path(__file__).resolve().parents[1]/'_docs'
+CHROMIUM = next(filter(None, map(shutil.which, ('chromium','chromium-browser','google-chrome'))), None)
 pages = sorted(p.relative_to(SITE).as_posix() for p in SITE.rglob('*.html')) if SITE.exists() else []
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason='Chromium is not installed: apt install chromium')
 on_site = pytest.mark.skipif(not pages, reason='there is no site in _docs: make docs')
@@ -58,35 +58,50 @@ def page(browser, root):
 
 def local(url, root): return url.startswith((root, 'data:'))
 
-# The checks below look at the page that the browser shows, and return what is wrong with it.
+HELPERS = """
+    const all = o => [...document.querySelectorAll(o)]
+    const inside = o => o.getBoundingClientRect().right <= innerWidth+.5
+    const isBox = o => ['auto', 'scroll'].includes(getComputedStyle(o).overflowX)
+    const boxes = o => o ? [...(isBox(o) ? [o] : []), ...boxes(o.parentElement)] : []
+    const leaves = o => !inside(o) && !boxes(o).some(inside)
+    const rgba = c => {   // numbers to 255, and the opacity
+        const [r, g, b, a=1] = c.match(/[0-9.]+/g).map(Number)
+        return c.startsWith('color') ? [255*r, 255*g, 255*b, a] : [r, g, b, a]
+    }
+    const ground = o => rgba(getComputedStyle(o).backgroundColor)
+    const behind = o => !o ? [255, 255, 255] : ground(o)[3] > .5 ? ground(o) : behind(o.parentElement)
+    const linear = v => v <= .03928 ? v/12.92 : ((v+.055)/1.055)**2.4
+    const lum = ([r, g, b]) => .2126*linear(r/255)+.7152*linear(g/255)+.0722*linear(b/255)
+    const seen = (o, r=o.getBoundingClientRect()) =>
+        o.contains(document.elementFromPoint(r.x+r.width/2, r.y+r.height/2))
+"""
+def js(page, expression, arg=None):
+    "The value of an expression that may use `arg` and `HELPERS`"
+    return page.evaluate(f'arg => {{ {HELPERS}\nreturn {expression} }}', arg)
 
-PROSE = """(() => {
-    const o = document.querySelector('main').cloneNode(true)
-    o.querySelectorAll('pre, code, annotation, script, style').forEach(c => c.remove())
-    return o.textContent
-})()"""
+# The checks below look at the page that the browser shows, and return what is wrong with it.
 
 def unrendered(page):
     "Formulas and Markdown that are shown as they were written"
-    formulas = page.evaluate("""[...document.querySelectorAll('main .math')]
+    formulas = js(page, """all('main .math')
         .filter(o => !o.querySelector('math, mjx-container, .katex') || o.querySelector('merror, .katex-error'))
         .map(o => o.textContent)""")
-    return formulas + re.findall(r'.{,40}\]\(.{,40}|\$[^$\n]+\$|\\[()[\]].*|\\[a-zA-Z]{2,}.*', page.evaluate(PROSE))
+    prose = page.evaluate("""() => {
+        const o = document.querySelector('main').cloneNode(true)
+        o.querySelectorAll('pre, code, annotation, script, style').forEach(c => c.remove())
+        return o.textContent }""")
+    return formulas + re.findall(r'.{,40}\]\(.{,40}|\$[^$\n]+\$|\\[()[\]].*|\\[a-zA-Z]{2,}.*', prose)
 
-def cut(page):
+def cut(page, blocks='main pre'):
     "The longest line of each block of code or output that is wider than its box"
-    return page.evaluate("""[...document.querySelectorAll('main pre')].filter(o => o.scrollWidth > o.clientWidth)
-        .map(o => o.innerText.split('\\n').reduce((a, b) => b.length>a.length ? b : a))""")
+    return js(page, """all(arg).filter(o => o.scrollWidth > o.clientWidth)
+        .map(o => o.innerText.split('\\n').reduce((a, b) => b.length>a.length ? b : a))""", blocks)
 
 def wide_tables(page):
     "Tables that leave the page, or on a wide screen scroll; cells that are too wide or too narrow to be read"
-    return page.evaluate("""[...document.querySelectorAll('main table')].flatMap(o => {
-        const boxes = [], found = []
-        for (let p = o; p; p = p.parentElement)
-            if (['auto', 'scroll'].includes(getComputedStyle(p).overflowX)) boxes.push(p)
-        const inside = p => p.getBoundingClientRect().right <= innerWidth+.5
-        if (!inside(o) && !boxes.some(inside)) found.push('leaves the page')
-        const scrolls = boxes.some(p => p.scrollWidth > p.clientWidth+1)
+    return js(page, """all('main table').flatMap(o => {
+        const found = leaves(o) ? ['leaves the page'] : []
+        const scrolls = boxes(o).some(p => p.scrollWidth > p.clientWidth+1)
         if (innerWidth > 1000 && scrolls) found.push('scrolls on a wide screen')
         for (const c of o.querySelectorAll('td, th')) {
             const {width} = c.getBoundingClientRect(), text = c.innerText
@@ -98,16 +113,15 @@ def wide_tables(page):
 
 def small_plots(page):
     "Plots that are larger than they were drawn, or smaller than three quarters of that: their letters cannot be read"
-    return page.evaluate("""[...document.querySelectorAll('main img[src^="data:image/png"]')].filter(o => {
+    return js(page, """all('main img[src^="data:image/png"]').filter(o => {
         const drawn = parseFloat(o.style.getPropertyValue('--drawn'))
         return !(o.width >= .74*drawn && o.width <= drawn+1)
     }).map(o => `${o.width} pixels, ${o.getAttribute('style')}: ${o.alt}`)""")
 
 def white_boxes(page):
     "Pictures and elements that are light boxes (on a dark page)"
-    res = page.evaluate("""[...document.querySelectorAll('main, main *')].filter(o => {
-        const [r, g, b, a=1] = getComputedStyle(o).backgroundColor.match(/[0-9.]+/g).map(Number)
-        const {width, height} = o.getBoundingClientRect()
+    res = js(page, """all('main, main *').filter(o => {
+        const [r, g, b, a] = ground(o), {width, height} = o.getBoundingClientRect()
         return a > .5 && .2126*r+.7152*g+.0722*b > 128 && width > 50 && height > 20
     }).map(o => o.outerHTML.slice(0, 80))""")
     for o in page.query_selector_all('main img, main svg, main canvas, main video, main iframe'):
@@ -187,41 +201,22 @@ def test_on_a_phone(path, page, root):
     page.show(path, 844)
     page.evaluate(UNFOLD)
     assert page.evaluate("document.documentElement.scrollWidth")<=390
-    wide = page.evaluate("""(() => {
-        const inside = o => o.getBoundingClientRect().right <= 390.5
-        const isBox = o => ['auto', 'scroll'].includes(getComputedStyle(o).overflowX)
-        const scrolls = o => o && (isBox(o) && inside(o) || scrolls(o.parentElement))
-        const all = [...document.querySelectorAll('main pre, main img')]
-        return all.filter(o => !inside(o) && !scrolls(o)).map(o => o.outerHTML.slice(0, 80))
-    })()""")
+    wide = js(page, "all('main pre, main img').filter(leaves).map(o => o.outerHTML.slice(0, 80))")
     assert not wide and not wide_tables(page) and not small_plots(page)
-    assert not page.evaluate("""[...document.querySelectorAll('.cell-output pre:not(.sourceCode)')]
-        .filter(o => o.scrollWidth > o.clientWidth+1).map(o => o.innerText)"""), 'what is printed does not wrap'
+    assert not cut(page, '.cell-output pre:not(.sourceCode)'), 'what is printed does not wrap'
 
 TEXTS = 'main p, main li, main td, main th, main h1, main h2, main h3, main pre code, main pre span, main a, ' \
         '.sidebar-link, .navbar a'
-CONTRAST = """all => {
-    const parse = c => {
-        const n = c.match(/[0-9.]+/g).map(Number)
-        return c.startsWith('color') ? [...n.slice(0,3).map(v => 255*v), n[3] ?? 1] : n }
-    const lum = c => {
-        const [r,g,b] = c.slice(0,3).map(v => { v /= 255; return v<=.03928 ? v/12.92 : ((v+.055)/1.055)**2.4 })
-        return .2126*r+.7152*g+.0722*b }
-    const behind = o => {
-        for (; o; o = o.parentElement) {
-            const c = parse(getComputedStyle(o).backgroundColor)
-            if (c.length<4 || c[3]>.5) return c }
-        return [255,255,255] }
-    const texts = [...document.querySelectorAll(all)].filter(o => o.innerText && o.innerText.trim())
-    return texts.map(o => {
-        const s = getComputedStyle(o), c = parse(s.color), ground = behind(o), alpha = (c[3] ?? 1)*s.opacity
-        const a = lum(c.slice(0,3).map((v,i) => alpha*v + (1-alpha)*ground[i])), b = lum(ground)
-        return [(Math.max(a,b)+.05)/(Math.min(a,b)+.05), o.innerText.slice(0,40)] })
-}"""
 
-def is_dark(page, selector):
-    return sum(page.evaluate(f"""getComputedStyle(document.querySelector("{selector}")).backgroundColor
-        .match(/[0-9.]+/g).slice(0,3).map(Number)"""))<300
+def contrasts(page, texts):
+    "How far texts stand out from what is behind them, each with its ratio"
+    return js(page, """all(arg).filter(o => o.innerText?.trim()).map(o => {
+        const s = getComputedStyle(o), c = rgba(s.color), alpha = c[3]*s.opacity, back = behind(o)
+        const [a, b] = [lum(c.map((v, i) => alpha*v + (1-alpha)*back[i])), lum(back)].sort((x, y) => y-x)
+        return [(a+.05)/(b+.05), o.innerText.slice(0, 40)]
+    })""", texts)
+
+def is_dark(page, selector): return sum(js(page, "ground(document.querySelector(arg)).slice(0, 3)", selector))<300
 
 @pytest.mark.parametrize('scheme', ['light','dark'])
 @on_each_page
@@ -230,7 +225,7 @@ def test_readable(path, scheme, page, root):
     page.show(path, scheme=scheme)
     page.wait_for_selector(f'.navbar[data-bs-theme={scheme}]')
     assert is_dark(page, 'body')==(scheme=='dark'), 'the page does not follow the scheme of the system'
-    ratios = page.evaluate(CONTRAST, TEXTS)
+    ratios = contrasts(page, TEXTS)
     assert ratios and not [o for o in ratios if o[0]<3], 'hardly to be read'
     assert sum(r>=4.5 for r,_ in ratios)>=.95*len(ratios)
     assert scheme=='light' or not white_boxes(page)
@@ -241,7 +236,7 @@ def search(page, words):
     page.wait_for_selector('.search-result', state='hidden')
     page.fill('input[type=search]', words)
     page.wait_for_selector('.search-result, .search-none')
-    return page.evaluate("[...document.querySelectorAll('.search-result')].map(o => o.getAttribute('href'))")
+    return js(page, "all('.search-result').map(o => o.getAttribute('href'))")
 
 SEARCHES = [
     ('out of memory', 'know/what_fits.html'), ('CUDA out of memory', 'know/what_fits.html'),
@@ -267,7 +262,7 @@ def test_search_is_readable(scheme, page, root):
     "What a search finds, and the words that are marked in it, stand out by 4.5:1"
     page.show('index.html', scheme=scheme)
     search(page, 'out of memory')
-    ratios = page.evaluate(CONTRAST, '.smalldocs-search-results div, .smalldocs-search-results mark')
+    ratios = contrasts(page, '.smalldocs-search-results div, .smalldocs-search-results mark')
     assert len(ratios)>10 and not [o for o in ratios if o[0]<4.5]
     assert is_dark(page, 'input[type=search]')==(scheme=='dark'), 'the search box is as dark as the page'
 
@@ -276,7 +271,7 @@ DOCS,DEVELOPERS = SITE.parent/'.ci'/'docs.py',['windows.html','exact/lockstep.ht
 @on_site
 def test_for_developers(page, root):
     "Their pages have a menu of their own, which the bar leads to; readers do not find them in theirs, or in a search"
-    menu = lambda: page.evaluate("[...document.querySelectorAll('#quarto-sidebar a[href]')].map(o => o.href)")
+    menu = lambda: js(page, "all('#quarto-sidebar a[href]').map(o => o.href)")
     page.show('index.html')
     readers = menu()
     found = json.loads((SITE/'search.json').read_text(encoding='utf-8'))
@@ -298,20 +293,17 @@ def test_menus():
     nbs = SITE.parent/'nbs'
     assert sorted(sum(menus(), []))==sorted(p.relative_to(nbs).as_posix() for p in nbs.rglob('*.ipynb'))
 
-HERE = """[...document.querySelectorAll('#quarto-sidebar .sidebar-link.active')].map(o => {
-    const r = o.getBoundingClientRect(), s = getComputedStyle(o)
-    return [o.href.split('#')[0], document.elementFromPoint(r.x+r.width/2, r.y+r.height/2)?.closest('a') === o,
-            +s.fontWeight >= 600] })"""
-
 @on_each_page
 def test_around_the_page(path, page, root):
     "The menu marks and shows the page's entry, the bar leads to the repository, and the page offers its notebook"
     page.show(path)
-    assert page.evaluate(HERE)==[[root+path, True, True]]
+    here = js(page, """all('#quarto-sidebar .sidebar-link.active')
+        .map(o => [o.href.split('#')[0], seen(o), +getComputedStyle(o).fontWeight >= 600])""")
+    assert here==[[root+path, True, True]]
     assert page.query_selector('.navbar a[href="https://github.com/fastai-accum/fastai_accum"] >> visible=true')
     nb = Path(path).with_suffix('.ipynb')
     colab = 'https://colab.research.google.com/github/fastai-accum/fastai_accum/blob/main/nbs/'+nb.as_posix()
-    links = page.evaluate("[...document.querySelectorAll('.notebook-links a')].map(o => o.href)")
+    links = js(page, "all('.notebook-links a').map(o => o.href)")
     text = (SITE/nb).read_text(encoding='utf-8')
     installs = 'pip install -Uqq git+https' in text
     assert links==[colab]*installs+[root+nb.as_posix()], 'Colab needs the line that installs'
@@ -325,12 +317,9 @@ def test_menu_on_a_phone(path, height, page, root):
     page.show(path, height)
     page.click('.quarto-btn-toggle')
     page.wait_for_timeout(500)   # it slides in
-    links = page.query_selector_all('#quarto-sidebar .sidebar-link')
-    seen = """a => { const r = a.getBoundingClientRect()
-        return a.contains(document.elementFromPoint(r.x+r.width/2, r.y+r.height/2)) }"""
-    assert links[0].evaluate(seen)
-    box = links[0].bounding_box()
-    page.mouse.move(box['x']+20, box['y']+20)
+    is_seen = lambda i: js(page, "seen(all('#quarto-sidebar .sidebar-link').at(arg))", i)
+    assert is_seen(0)
+    page.hover('#quarto-sidebar .sidebar-link >> nth=0')
     page.mouse.wheel(0, 5000)
     page.wait_for_timeout(300)
-    assert links[-1].evaluate(seen)
+    assert is_seen(-1)

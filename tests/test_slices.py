@@ -131,6 +131,7 @@ def test_joined_entries():
 uncut = (torch.ones(5), torch.ones(2,5)),(dict(x=torch.ones(5), m=torch.ones(3)),),('text',),(['a','b'],['c']), \
         (nn.utils.rnn.pack_sequence([torch.ones(3),torch.ones(2)]),)
 unjoined = [(torch.ones(2),1.), (torch.ones(1),5.)],[torch.ones(()), torch.zeros(())],[torch.ones(2,2)]*2, \
+           [dict(h=torch.ones(n), loss=torch.tensor(1./n)) for n in (2,1)], \
            [SimpleNamespace(x=1), SimpleNamespace(x=1)],*([o,o] for o in objects)
 
 @each(case=[*((slices, b, 1, 'MicroBatch: .*one row per sample.*; pass split=f') for b in uncut),
@@ -153,27 +154,6 @@ bad_splits = dict(
 def test_bad_splits(coupled, name):
     with pytest.raises(ValueError, match='MicroBatch: split must return'):
         train(MicroBatch(8, coupled=coupled, split=bad_splits[name]), n=64)
-
-def packed():
-    "A model for texts of any length one after the other, and where each of them starts"
-    torch.manual_seed(0)
-    return Odd(lambda m, *xs: m.out(m.bag(*xs)), bag=nn.EmbeddingBag(20, 5), out=nn.Linear(5, 3)).double()
-
-texts = [torch.arange(i, i+1+i%5)%20 for i in range(80)]
-def of_texts(i, j):
-    return torch.cat(texts[i:j]),tensor([0]+[len(o) for o in texts[i:j-1]]).cumsum(0),classes(80)[i:j]
-
-def split_packed(b, bs):
-    tokens,starts,*ys = b
-    ends = [*starts[1:].tolist(), len(tokens)]
-    return [(tokens[starts[i]:ends[min(i+bs, len(starts))-1]], starts[i:i+bs]-starts[i], *(y[i:i+bs] for y in ys))
-            for i in range(0, len(starts), bs)]
-
-@modes
-def test_packed_texts(coupled):
-    a,b = alike(MicroBatch(5, coupled=coupled, split=split_packed), dls=partial(listed, of_texts), model=packed)
-    test = DataLoader([o[:2] for o in a.dls.valid], bs=None)   # no targets to count the samples by
-    close(a.get_preds(dl=test)[0], b.get_preds(dl=test)[0])
 
 others = dict(clip=lambda: GradientClip(.1), scaler=lambda: OnCpu(init_scale=2.**10, growth_interval=2),
               freeze=BnFreeze, skip_first=lambda: SkipToEpoch(1))
@@ -498,12 +478,11 @@ def test_a_batch_that_needs_no_cut_runs_once():
 
 def test_each_row_comes_once_to_a_hook():
     "Also if the model keeps something, in the first batch of a validation"
-    rows,learn = [],make_learner(make_dls(64, 8), odd(keeps_its_input, x=None)(), cbs=MicroBatch(4))
+    def keeps(m, x): m.x = x; return m.m(x)
+    rows,learn = [],make_learner(make_dls(64, 8), odd(keeps, x=None)(), cbs=MicroBatch(4))
     learn.model.m[0].register_forward_hook(lambda m, xs, out: rows.append(len(out)))
     learn.validate()
     assert sum(rows)==learn.dls.valid.n and len(learn.model.x)==8
-
-def keeps_its_input(m, x): m.x = x; return m.m(x)
 
 def test_the_count_of_samples_is_not_stale():
     "After a cancel the loader runs out of memory: that is no reason for smaller slices"

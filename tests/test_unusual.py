@@ -1,7 +1,5 @@
 "Unusual inputs, targets, samplers, losses, loaders and models, each against the large batch"
-import pytest
 from dataclasses import dataclass
-from functools import partial
 from torch.utils.data import BatchSampler,TensorDataset,WeightedRandomSampler
 from torch.utils.data import DataLoader as TorchLoader
 from harness import *
@@ -16,7 +14,7 @@ def alike(cbs=lambda: AccumulateStep(4), **kwargs):
 def prebatched(make, n, bs, n_inp=1):
     batches = lambda n, bs: DataLoader([make(list(range(i, min(i+bs, n)))) for i in range(0, n, bs)], bs=None)
     dls = DataLoaders(batches(n, bs), batches(16, 16))
-    dls.n_inp = n_inp
+    if n_inp: dls.n_inp = n_inp
     return dls
 
 # Targets that have no row for each sample
@@ -69,16 +67,6 @@ def test_samplers_of_another_size(name):
                 dls=lambda bs: DataLoaders(sampled[name](ds, bs), TorchLoader(ds, 16)))
     assert len(b.spy.steps)==4 and a.accumulate_step.counts.n_thrown==0
 
-@each(m=[40,200])
-def test_get_idxs_of_another_size(m):
-    "A loader of fastai whose `len` is not its number of batches: no sample is thrown away"
-    dls = make_dls(76, 8)
-    dls.train.get_idxs = lambda: (list(range(76))*3)[:m]
-    learn = learner(dls, AccumulateStep(n_samples=32))
-    learn.fit_one_cycle(2)
-    n = learn.accumulate_step.counts
-    assert (n.n_samples,n.n_stepped,n.n_thrown)==(2*m,2*m,0) and len(learn.spy.steps)==2*-(-m//32)
-
 # Micro-batches without targets
 
 def keeps(out=noop):
@@ -114,12 +102,9 @@ weighted = dict(loss_func=nn.CrossEntropyLoss(weight=W))
 def rare(v=0): y = classes(76); y[:20] = v; return y
 compiled = partial(torch.compile, backend='eager')
 
-def push(cb): (sum(p.pow(2).sum() for p in cb.model.parameters())/7).backward()
-def pushed(event):
-    "Gradients of another backward pass before a window"
-    def do(cb):
-        if event!='after_batch' or cb.training: push(cb)
-    return dict(weighted, cbs=lambda: [Callback(**{event:do}), AccumulateStep(4)])
+def push(cb):
+    "Adds gradients of another backward pass"
+    if cb.training: (sum(p.pow(2).sum() for p in cb.model.parameters())/7).backward()
 def edits(f, event):
     def do(cb):
         if cb.training: cb.learn.loss_grad = f(cb.learn)
@@ -145,19 +130,18 @@ def two_heads(of):
 
 class Long(nn.CrossEntropyLoss):
     def forward(self, pred, y): return super().forward(pred, y.long())
+
+def longer(cb): cb.learn.dl = make_dls(152, cb.dls.train.bs, shuffle=False).train
+
 class DiceLike(nn.Module):
     "Sums by nature"
     def __init__(self, reduction='sum'): super().__init__(); self.reduction = reduction
     def forward(self, pred, y): return F.cross_entropy(pred, y, reduction=self.reduction)
 def swaps(cb): cb.learn.loss_func = DiceLike()
 
-def trains_on(n):
-    def other(cb): cb.learn.dl = make_dls(n, cb.dls.train.bs, x=features(160), y=classes(160), shuffle=False).train
-    return dict(also=partial(Callback, before_train=other))
-
 def named():
     "`model.lr_finder` is no `LRFinder`, and `model.accumulate_step` no callback"
-    m = keeps()
+    m = small_model()
     m.lr_finder = m.accumulate_step = m.micro_batches = m.recorder = 'a part of the model'
     return m
 
@@ -169,10 +153,8 @@ cases = dict(
     of_weights = lambda: edits(lambda l: l.loss_grad+sum(p.pow(2).sum() for p in l.model.parameters())/7,
                                'before_backward'),
     # a backward pass when the gradients are finished is not scaled; gradients from before a window are cleared
-    finished     = lambda: dict(weighted, also=partial(Callback, before_step=push)),
-    before_fit   = lambda: pushed('before_fit'),
-    before_train = lambda: pushed('before_train'),
-    after_batch  = lambda: pushed('after_batch'),
+    finished    = lambda: dict(weighted, also=partial(Callback, before_step=push)),
+    after_batch = lambda: dict(weighted, cbs=lambda: [Callback(after_batch=push), AccumulateStep(4)]),
     compiled = lambda: dict(y=rare(), loss_func=compiled(nn.CrossEntropyLoss(weight=W))),
     compiled_function = lambda: dict(y=rare(-100), loss_func=compiled(F.cross_entropy)),
     compiled_partial  = lambda: dict(y=rare(), loss_func=partial(compiled(F.cross_entropy), weight=W)),
@@ -181,14 +163,11 @@ cases = dict(
     several_targets = lambda: two_heads(lambda h: (h,h*2)),
     several_in_dict = lambda: two_heads(lambda h: dict(a=h, b=h*2)),
     uint8 = lambda: dict(y=rare().to(torch.uint8), loss_func=Long(weight=W)),
-    int32 = lambda: dict(y=rare().to(torch.int32), loss_func=Long(weight=W)),
     swapped_loss = lambda: dict(also=partial(Callback, before_train=swaps), n=96, opt_func=SGD, lr=1e-3,
                                 fit=lambda l: l.fit(2)),
+    names = lambda: dict(model=named),
     # the windows are those of the loader that is trained on
-    shorter_loader = lambda: trains_on(40),
-    longer_loader  = lambda: trains_on(152),
-    names          = lambda: dict(model=named),
-    names_in_slices = lambda: dict(cbs=lambda: MicroBatch(8), bs=32, model=named))
+    longer_loader = lambda: dict(also=partial(Callback, before_train=longer)))
 
 try: compiled(F.cross_entropy)
 except AssertionError:   # PyTorch 2.6 compiles no function of its own
@@ -208,11 +187,13 @@ class Longer(DataLoader):
     "Yields more than its length says"
     def __len__(self): return super().__len__()//4
 
-def test_loader_longer_than_it_says():
-    def dls(bs): return DataLoaders(Longer(Items(features(160), classes(160)), bs=bs), make_dls(76, 16).valid)
-    a,b = pair(lambda: AccumulateStep(4), dls=dls, fit=lambda l: l.fit(2), **one_group)
+@each(window=[dict(n_step=4),dict(n_samples=32)])
+def test_loader_longer_than_it_says(window):
+    "What comes after the plan is trained in windows, too, and the tail"
+    def dls(bs): return DataLoaders(Longer(Items(features(150), classes(150)), bs=bs), make_dls(76, 16).valid)
+    a,b = pair(lambda: AccumulateStep(**window), dls=dls, fit=lambda l: l.fit(2), **one_group)
     close(weights(a), weights(b))
-    assert len(a.spy.steps)==len(b.spy.steps)==10
+    assert a.accumulate_step.counts.sizes==[32,32,32,32,22]*2 and a.accumulate_step.counts.n_thrown==0
 
 # MicroBatch
 
@@ -234,12 +215,8 @@ def test_train_metrics_and_out_of_memory(capsys):
 def test_inputs_without_rows(last, coupled):
     "Two inputs, of which the last has no rows, and no `n_inp` that says so"
     def make(idxs): return features(96)[idxs],[f'{i}' for i in idxs] if last=='strings' else 3.,classes(96)[idxs]
-    def dls(bs):
-        dls = prebatched(make, 76, 32)
-        del dls.n_inp
-        return dls
-    def model(): return Made(lambda m, x, more: m.m(x), m=small_model())
-    learns = alike(lambda: MicroBatch(5, coupled=coupled), dls=dls, model=model)
+    learns = alike(lambda: MicroBatch(5, coupled=coupled), dls=lambda bs: prebatched(make, 76, 32, n_inp=None),
+                   model=lambda: Made(lambda m, x, more: m.m(x), m=small_model()))
     test = DataLoader([o[:2] for o in learns[0].dls.valid], bs=None)
     for l in learns: l.dls.n_inp = 2
     close(*(l.get_preds(dl=test)[0] for l in learns))

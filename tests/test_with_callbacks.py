@@ -18,16 +18,12 @@ class WeightAverage(Callback):
         for k,v in self.model.state_dict().items(): self.learn.got[k].lerp_(v, .2)
 
 def conv_model(norm=nn.Identity):
-    torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3,4,3), norm(4), nn.Tanh(), nn.Conv2d(4,4,3), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
                          nn.Linear(4,3)).double()
 def image_dls(n, bs, **kwargs): return make_dls(n, bs, x=features(n, 3*8*8).reshape(n,3,8,8), **kwargs)
 images = dict(dls=image_dls, model=conv_model)
 
-def last_channels(of_inputs=False):
-    def to_cl(cb):
-        if of_inputs: cb.learn.xb = tuple(o.contiguous(memory_format=torch.channels_last) for o in cb.xb)
-    return [ChannelsLast(), Callback(before_batch=to_cl)]
+def to_last(cb): cb.learn.xb = tuple(o.contiguous(memory_format=torch.channels_last) for o in cb.xb)
 def is_last(a, b): return a.model[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 def frozen_bn():
@@ -40,7 +36,6 @@ class Rnn(nn.Module):
     "Predictions, and the activations that `RNNRegularizer` asks for"
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
         self.body,self.head,self.n_reset = nn.RNN(6, 5, batch_first=True).double(),nn.Linear(5, 3).double(),0
     def reset(self): self.n_reset += 1
     def forward(self, x):
@@ -61,6 +56,7 @@ def of_pytorch(n, bs, drop_last):
     dl = torch.utils.data.DataLoader
     return DataLoaders(dl(data, bs, drop_last=drop_last), dl(data, 16))
 
+def sliced(coupled): return [MicroBatch(8, coupled=coupled), AccumulateStep(2)]
 fits = [dict(fit=f, **o) for o in tails for f in (lambda l: l.fit(2), once, lambda l: l.fit_flat_cos(2, .02),
                                                   lambda l: l.fit_sgdr(2, 1, .02))]
 test_callbacks = alike(
@@ -72,7 +68,7 @@ test_callbacks = alike(
          matters=True, note='It clips the gradient of the window, with each `norm_type`.'),
     case('Callbacks', 'a moving average of the weights', *tails, cbs=WeightAverage, check=lambda a,b: a.got,
          note='An exponential moving average in `after_batch`, at the default order.'),
-    case('Callbacks', 'ChannelsLast', cbs=last_channels, **images, check=is_last),
+    case('Callbacks', 'ChannelsLast', cbs=ChannelsLast, **images, check=is_last),
     case('Callbacks', 'BnFreeze', cbs=BnFreeze, dls=image_dls, model=frozen_bn, **one_group,
          note='Frozen batch norm does not look at the micro-batch.',
          check=lambda a,b: (a.model[1].running_mean==.1).all() and not a.model[1].training),
@@ -87,9 +83,14 @@ test_callbacks = alike(
          check=lambda a,b: worst(a, pair(rnn_cbs, **rnn)[1])[0]>1e-3,
          note='fastai computes the penalty in float32. It is exact if the weight of a micro-batch is its number of '
               'samples. For other losses, put the penalty into the loss function.'),
-    case('Models', '`channels_last` input and model', cbs=partial(last_channels, True), **images, check=is_last),
+    case('Callbacks', 'MicroBatch', *[dict(own=partial(sliced, o)) for o in (False,True)], bs=16, n=90,
+         note='Our own. It cuts each micro-batch into slices, with `coupled=True` too.'),
+    case('Models', '`channels_last` input and model', **images, check=is_last,
+         cbs=lambda: [ChannelsLast(), Callback(before_batch=to_last)]),
     case('Loaders', 'WeightedDL', *tails, dls=draws(WeightedDL, wgts=range(1,77), shuffle=True)),
-    case('Loaders', "PyTorch's DataLoader", *tails, dls=of_pytorch))
+    case('Loaders', "PyTorch's DataLoader", *tails, dls=of_pytorch),
+    case('Loaders', 'PartialDL', dls=draws(PartialDL, partial_n=50),
+         *[dict(own=partial(AccumulateStep, **o)) for o in (dict(n_step=4), dict(n_samples=32))]))
 
 @row('Training', '`lr_find`', 'curve and suggestion',
      note='It counts steps. Where the loss diverges, rounding grows, so we leave out the last fifth of the curve.')
@@ -103,32 +104,13 @@ def test_gradient_accumulation(works):
     with works.refused(ValueError, match='AccumulateStep: the learner also has fastai'):
         pair(partial(GradientAccumulation, 32))
 
-def trained(dls, cbs, fit=once):
-    learn = make_learner(dls, cbs=cbs)
-    fit(learn)
-    return learn
-
-@row('Callbacks', 'MicroBatch', note='Our own. It cuts each micro-batch into slices, with `coupled=True` too.')
-@each(coupled=[False, True])
-def test_micro_batch(coupled, works):
-    works(trained(make_dls(90, 16), [MicroBatch(8, coupled=coupled), AccumulateStep(2)]), trained(make_dls(90, 32), []))
-
-@row('Loaders', 'PartialDL')
-@each(acc=[dict(n_step=4), dict(n_samples=32)])
-def test_partial_dl(acc, works):
-    dls = partial(draws(PartialDL, partial_n=50), 76, drop_last=False)
-    works(trained(dls(8), AccumulateStep(**acc)), trained(dls(32), []))
-
 class Draws:
     "Replaces a Beta distribution by a table, so that every run has the same draws"
     def __init__(self):
         self.n,self.table = 0,torch.rand(1000, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     def sample(self, shape): self.n += shape[0]; return self.table[self.n-shape[0]:self.n]
 
-def injected():
-    cb = MixUp()
-    cb.distrib = Draws()
-    return cb
+def injected(): cb = MixUp(); cb.distrib = Draws(); return cb
 
 class CutMixByStep(CutMix):
     "The same λ and box for each micro-batch of a window, others for the next"

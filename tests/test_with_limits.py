@@ -17,7 +17,7 @@ class SAM(Callback):
     run_valid = False
     def __init__(self, rho=.3): self.rho = rho
     def before_step(self):
-        learn,ps = self.learn,[p for p in self.model.parameters()]
+        learn,ps = self.learn,list(self.model.parameters())
         norm = torch.stack([p.grad.norm() for p in ps]).norm()
         es = [p.grad*(self.rho/norm) for p in ps]
         with torch.no_grad():
@@ -51,25 +51,25 @@ def counting():
     n = itertools.count()
     return ParamScheduler(dict(lr=lambda pct: .02/(1+next(n))))
 
-def sequential(*layers):
-    def make():
-        torch.manual_seed(0)
-        return nn.Sequential(*[f() for f in layers]).double()
-    return make
-first,last = partial(nn.Linear, 6, 5),partial(nn.Linear, 5, 3)
+w = tensor([1.,10.3,3.7])
+def weighted(): return lambda p, y: F.cross_entropy(p, y, weight=w.double())
+
+def with_first(*layers): return lambda: nn.Sequential(*[f() for f in layers], nn.Tanh(), nn.Linear(5, 3)).double()
+linear = partial(nn.Linear, 6, 5)
 
 def run(bs, *cbs, model=small_model, loss=nn.CrossEntropyLoss, opt_func=partial(SGD, mom=.9), lr=.1, fit=None):
+    torch.manual_seed(0)
     learn = make_learner(make_dls(76, bs), model(), loss(), opt_func, cbs, **one_group)
     (fit or partial(Learner.fit, n_epoch=2, lr=lr))(learn)
     return learn
 
-def limit(name, note, least=1e-3, cb=list, **kwargs):
-    "A row for what `cb` or `kwargs` bring into a training: weights differ by `least` or more"
-    return pytest.param(cb, least, kwargs, marks=not_same(name, 'weights', note=note))
+def limit(name, note, least=1e-3, cb=list, weight=None, **kwargs):
+    "A row for what `cb`, `weight` or `kwargs` bring into a training: weights differ by `least` or more"
+    return pytest.param(cb, weight, least, kwargs, marks=not_same(name, 'weights', note=note))
 
 same_with = '`GradientCheckpointing()` and `MicroBatch(bs, exact=True)` are exact.'
 in_step = 'It acts on each micro-batch. Act in `before_step`, which is exact.'
-@pytest.mark.parametrize('cb,least,kwargs', [
+@pytest.mark.parametrize('cb,weight,least,kwargs', [
     limit('`clip_grad_value_` in `after_backward`', in_step, cb=lambda: Callback(after_backward=clip)),
     limit('weight decay by hand in `after_backward`', in_step, cb=lambda: Callback(after_backward=decay)),
     limit('a hook on a parameter that clamps its gradient',
@@ -79,39 +79,29 @@ in_step = 'It acts on each micro-batch. Act in `before_step`, which is exact.'
     limit('SAM, and others that run the model again in `before_step`', 'They only see the last micro-batch. With '
           '`MicroBatch(bs, coupled=True)` they see the whole batch, which is exact.', cb=SAM),
     limit('spectral norm', 'Its state changes in `forward`, which runs once per micro-batch.', 1e-4, opt_func=Adam,
-          lr=.02, model=sequential(lambda: nn.utils.parametrizations.spectral_norm(first()), nn.Tanh, last)),
+          lr=.02, model=with_first(lambda: nn.utils.parametrizations.spectral_norm(linear()))),
     limit('a teacher that is updated in `forward`',
           'It is updated once per micro-batch. Update it in `after_step`.', 1e-4, model=taught, opt_func=Adam, lr=.02),
     limit('a running average inside the loss', 'It moves once per micro-batch. Update it in `after_step`.', 1e-4,
           loss=average_in_loss, opt_func=SGD, lr=.2),
     limit('a schedule function that counts its calls', 'It is called once per micro-batch. Write a function of `pct` '
           'instead, which is exact.', 1e-4, cb=counting, opt_func=Adam),
-    limit('batch norm', f'It uses the statistics of the micro-batch. {same_with}', fit=once,
-          opt_func=Adam, model=sequential(first, partial(nn.BatchNorm1d, 5), nn.Tanh, last)),
-    limit('dropout', f'It draws other masks, with the same distribution. {same_with}', fit=once,
-          opt_func=Adam,
-          model=sequential(partial(nn.Dropout, .1), first, partial(nn.Dropout, .3), nn.Tanh, last)),
+    limit('batch norm', f'It uses the statistics of the micro-batch. {same_with}', fit=once, opt_func=Adam,
+          model=with_first(linear, partial(nn.BatchNorm1d, 5))),
+    limit('dropout', f'It draws other masks, with the same distribution. {same_with}', fit=once, opt_func=Adam,
+          model=with_first(partial(nn.Dropout, .1), linear, partial(nn.Dropout, .3))),
     limit('a loss that compares samples, here RMSE', 'The mean of the RMSEs of the micro-batches is not the RMSE of '
-          'the batch. `MicroBatch(bs, coupled=True)` is exact.', loss=lambda: rmse, fit=once, opt_func=Adam)])
-def test_acts_once_a_micro_batch(cb, least, kwargs, works):
-    works.differs(weights(run(8, AccumulateStep(4), *L(cb()), **kwargs)), weights(run(32, *L(cb()), **kwargs)), least)
-
-@each(f=[clip,decay])
-def test_in_before_step(f): assert_same(*pair(lambda: Callback(before_step=f)))
+          'the batch. `MicroBatch(bs, coupled=True)` is exact.', loss=lambda: rmse, fit=once, opt_func=Adam),
+    limit('`weight=` that returns float32', 'The weight is rounded to float32. Return a Python number or float64.',
+          1e-10, weight=lambda p, y: w[y].sum()*(1/3), loss=weighted, opt_func=Adam, lr=.02)])
+def test_differs(cb, weight, least, kwargs, works):
+    a,b = run(8, AccumulateStep(4, weight=weight), *L(cb()), **kwargs),run(32, *L(cb()), **kwargs)
+    works.differs(weights(a), weights(b), least)
 
 def test_coupled_beside_sam():
     a,b = run(32, SAM(), MicroBatch(8, coupled=True)),run(32, SAM())
     assert_same(a, b)
     assert worst(b, run(32))[0]>1e-3
-
-@not_same('`weight=` that returns float32', 'weights',
-          note='The weight is rounded to float32. Return a Python number or float64.')
-def test_float32_weights(works):
-    w = tensor([1.,10.3,3.7])
-    def loss(): return lambda p, y: F.cross_entropy(p, y, weight=w.double())
-    kwargs = dict(loss=loss, opt_func=Adam, lr=.02)
-    acc = AccumulateStep(4, weight=lambda p, y: w[y].sum()*(1/3))
-    works.differs(weights(run(8, acc, **kwargs)), weights(run(32, **kwargs)), 1e-10)
 
 def trained(cb):
     learn = make_learner(make_dls(96, 8), cbs=[AccumulateStep(4), cb])

@@ -1,7 +1,6 @@
 "Losses, in windows of very unequal weights (`test_losses` has the grids), and what is not the same"
 from matrix import *
-from test_losses import BS,N,W,flat,ignoring,losses,pair as loss_pair,rare
-
+from test_losses import N,W,flat,ignoring,losses,pair as loss_pair,rare
 
 fastais = dict(   # cases of `flat`, and a note
     CrossEntropyLossFlat           = ('ce ce_void ce_axis',
@@ -15,19 +14,15 @@ fastais = dict(   # cases of `flat`, and a note
     DiceLoss                       = ('dice', 'It is a sum over the batch, and stays one.'),
 )
 assert {k for ks,_ in fastais.values() for k in ks.split()}==set(flat), 'a loss has no row'
+def in_order(y, x=None): return partial(make_dls, y=y, x=x, shuffle=False)
 def marks(name, note): return row('Losses', name, tol=TOL32, note=' '.join(['Computed in float32.', *L(note or None)]))
 @pytest.mark.parametrize('name', [pytest.param(k, marks=marks(k, note)) for k,(_,note) in fastais.items()])
 def test_flat(name, works):
     "In float32, with momentum instead of Adam, since Adam would divide one rounding error by another"
     for k in fastais[name][0].split():
         loss,y,model = (*flat[k], small_model)[:3]
-        def train(bs, cbs):
-            dls = make_dls(N, bs, y=y, x=features(N).float(), shuffle=False)
-            learn = make_learner(dls, model().float(), loss, splitter=trainable_params, cbs=cbs,
-                                 opt_func=partial(SGD, mom=.9))
-            learn.fit_one_cycle(2)
-            return learn
-        works(train(BS, AccumulateStep(4)), train(4*BS, []))
+        works(*pair(dls=in_order(y, features(N).float()), model=lambda: model().float(), loss_func=loss,
+                    opt_func=partial(SGD, mom=.9), fit=lambda l: l.fit_one_cycle(2), **one_group))
 
 def trained(name, note, *names):
     "A row of `losses` of these names"
@@ -67,8 +62,6 @@ def test_two_denominators(case, works):
 @not_same('a plain mean over micro-batches of different weights', 'weights',
           note="fastai's `GradientAccumulation` with class weights, for comparison.")
 def test_mean_of_means(works):
-    def train(bs, cb):
-        learn = make_learner(make_dls(N, bs, y=rare(), shuffle=False), loss_func=nn.CrossEntropyLoss(weight=W), cbs=cb)
-        learn.fit(2)
-        return learn
-    works.differs(weights(train(8, GradientAccumulation(32))), weights(train(32, [])), 1e-2)
+    a,b = pair(own=partial(GradientAccumulation, 32), dls=in_order(rare()), loss_func=nn.CrossEntropyLoss(weight=W),
+               fit=lambda l: l.fit(2))
+    works.differs(weights(a), weights(b), 1e-2)

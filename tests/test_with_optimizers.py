@@ -1,6 +1,5 @@
 "Which parameters move, and by what optimizer"
 from matrix import *
-from torch.optim import LBFGS
 
 def branches():
     "Two heads; a sample goes through the one that its first feature names, so a micro-batch can pass one of them by"
@@ -10,17 +9,12 @@ def branches():
             at = ((x[:,0]>0)==bool(i)).nonzero()[:,0]
             if len(at): out = out.index_put((at,), head(h[at]))
         return out
-    torch.manual_seed(0)
     return Made(f, body=nn.Linear(6,5), heads=nn.ModuleList([nn.Linear(5,3) for _ in range(2)])).double()
 
 def sorted_dls(n, bs, **kwargs):
     "In the order of the first feature: whole windows use one head"
     x = features(n)
     return make_dls(n, bs, x=x[x[:,0].argsort()], shuffle=False, **kwargs)
-
-def matrices():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6,5,bias=False), nn.Tanh(), nn.Linear(5,3,bias=False)).double()
 
 def freezing(learn):
     learn.freeze();     learn.fit_one_cycle(1, .02)
@@ -57,6 +51,7 @@ test_optimizers = alike(
      note='`torch.optim.Muon` through `OptimWrapper`, for a network of matrices. It needs PyTorch 2.9.')
 def test_muon(works):
     if not hasattr(torch.optim, 'Muon'): pytest.skip('trains with `torch.optim.Muon`, which came with PyTorch 2.9')
+    def matrices(): return nn.Sequential(nn.Linear(6,5,bias=False), nn.Tanh(), nn.Linear(5,3,bias=False)).double()
     works(*pair(model=matrices, opt_func=wrapped('Muon')[0]))
 
 @row('Optimizers', 'parameters that the optimizer does not hold', 'weights, optimizer state, losses',
@@ -70,11 +65,9 @@ def test_not_held(drop_last, works):
 @row('Optimizers', 'LBFGS', note='Plain fastai cannot use it either.')
 def test_lbfgs(works):
     "It goes through the model several times a step, on a batch that must still be there"
-    works.fails_anyway(TypeError, 'closure', lambda cbs: make_learner(
-        make_dls(76, 8), cbs=cbs, opt_func=partial(OptimWrapper, opt=LBFGS), **one_group).fit(1))
+    works.fails_anyway(TypeError, 'closure', opt_func=wrapped('LBFGS')[0], fit=lambda l: l.fit(1), **one_group)
 
 def bag():
-    torch.manual_seed(0)
     return Made(lambda m, x: m.lin(m.emb(x).mean(1)), emb=nn.Embedding(20, 6, sparse=True), lin=nn.Linear(6,3)).double()
 
 def bag_dls(n, bs, **kwargs):
@@ -92,5 +85,4 @@ def test_sparse_embeddings(opt, works):
 
 @row('Optimizers', "sparse gradients with fastai's Adam", note='It fails in plain fastai too.')
 def test_sparse_adam(works):
-    works.fails_anyway(NotImplementedError, 'addcmul_', lambda cbs: make_learner(
-        bag_dls(76, 8), bag(), cbs=cbs, **one_group).fit(1))
+    works.fails_anyway(NotImplementedError, 'addcmul_', dls=bag_dls, model=bag, **one_group)
