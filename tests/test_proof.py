@@ -173,13 +173,17 @@ def test_ctrl_c_ends_it_at_once(k, interrupts):
     assert_left(was[-1], learn)
     learn.fit(1)
 
+def scaled(m, x, y, by): return y*by
+
 def test_it_is_proved_again_when_something_changes(capsys):
     m,made = net(),0
+    m[0][0].register_forward_hook(scales := partial(scaled, by=1))
     learn = learner(m, MicroBatch(3, coupled=True))
     for change,n in [(noop,1), (lambda: m[0][0].requires_grad_(False), 1), (lambda: m[0][0].requires_grad_(True), 1),
                      (lambda: setattr(m[0][3], 'p', .3), 2), (lambda: setattr(m[0][3], 'p', 0.), 3),
                      (lambda: m.append(nn.Linear(3, 3)), 4), (lambda: learn.micro_batch(4, coupled=True), 4),
-                     (lambda: learn.micro_batch(4, exact=True), 5)]:
+                     (lambda: learn.micro_batch(4, exact=True), 5),
+                     (lambda: scales.keywords.update(by=2), 6)]:   # a number that a hook holds
         change()
         learn.create_opt()
         learn.fit(1)
