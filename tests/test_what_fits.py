@@ -55,7 +55,7 @@ def plain_slices(found): return first(o for o in found.ways if 'micro_batch' in 
 
 def peak(learn): return ways.peak_bytes(lambda: learn.fit(1, cbs=NoValid()))
 
-def about(a, b): assert abs(a-b)<.05*b, (a, b)
+def about(a, b, by=.05): assert abs(a-b)<by*b, (a, b)
 
 def test_each_line_takes_what_the_table_says():
     "Measured with nothing frozen"
@@ -151,6 +151,11 @@ def test_noise_does_not_decide(second, monkeypatch):
     def end(self): self.ends = list(np.cumsum([0,9,next(times)]))
     monkeypatch.setattr(ways.Meter, 'after_fit', end, raising=False)
     assert fits(learner()).table.time[:3].tolist()==['1.0', '1.0' if second>.9 else '0.5', '2.0']
+
+def test_measures_a_frozen_body_unfrozen():
+    free,learn = (learner(splitter=lambda m: [params(m[:3]), params(m[3:])]) for _ in range(2))
+    learn.freeze()
+    about(fits(learn).ways[0].peak, fits(free).ways[0].peak, .01)
 
 def test_errors_of_what_fits(monkeypatch):
     learn = learner()
