@@ -82,7 +82,7 @@ bench-checkpointing: $(READY) ## What recomputing blocks costs in time, for comm
 bench-memory: $(READY) ## What each way takes in memory, and how exact it is, on an accelerator or on the simulated one (an hour)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/memory.py --save
-	for f in tested index know/what_fits memory/checkpointing memory/offload; do $(BIN)/nbdev-test --save nbs/$$f.ipynb || exit; done
+	for f in tested index howto/out_of_memory memory/checkpointing memory/offload; do $(BIN)/nbdev-test --save nbs/$$f.ipynb || exit; done
 	$(BIN)/nbdev-clean
 
 bench-proof: $(READY) ## What the proof before the first step costs (five minutes)
@@ -93,7 +93,7 @@ bench-proof: $(READY) ## What the proof before the first step costs (five minute
 
 what-fits: $(READY) ## What `learn.what_fits()` says for six learners, with each line pasted and run (ten minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/what_fits.py --save
-	$(BIN)/nbdev-test --save nbs/know/what_fits.ipynb
+	$(BIN)/nbdev-test --save nbs/howto/out_of_memory.ipynb
 	$(BIN)/nbdev-clean
 
 bench-gpu: $(READY) ## On a machine with a GPU: the tests that wait for one, and every benchmark (an hour)

@@ -16,7 +16,7 @@ bits = {torch.float32:torch.int32, torch.float64:torch.int64}
 rounds = re.compile('mm|mv|dot|linear|conv|norm|sum|mean|var|std|softmax|loss|exp(?!and)|log|sigmoid|tanh|erf|gelu|silu|'
                     'sin|cos|pow|lstm|gru|rnn|avg_pool|attention|embedding_dense|upsample|dist|index_add|scatter_add')
 
-count_memory = 'what_fits.ipynb','images.ipynb'   # pages that give a step so many bytes, and the errors take some, too
+count_memory = 'out_of_memory.ipynb','images.ipynb'   # pages that give a step so many bytes, and the errors take some, too
 have_views = 'check.ipynb','callbacks.ipynb'      # their own `_backward` sets gradients of a class of fastai, which are views below any mode
 
 class Rounding(TorchDispatchMode):

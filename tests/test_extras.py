@@ -15,7 +15,7 @@ def test_a_loss_that_is_nan(left_out, value, capsys):
     windows = [[*filter(has_loss, range(i, min(i+32, 76)))] for i in (0,32,64)]
     bad = x.clone()
     for i in left_out: bad[8*i] = value
-    cbs = [AccumulateStep(4), recipe('extras.ipynb', 'SkipNaN')()]
+    cbs = [AccumulateStep(4), recipe('howto/stable_training.ipynb', 'SkipNaN')()]
     a = make_learner(make_dls(76, 8, x=bad, shuffle=False), cbs=cbs, opt_func=SGD)
     a.dls.valid.dataset.x = x[:24]
     b = make_learner(DataLoaders(DataLoader([(x[w],y[w]) for w in windows if w], bs=None), a.dls.valid), opt_func=SGD)

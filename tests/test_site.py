@@ -19,7 +19,7 @@ pages = sorted(p.relative_to(SITE).as_posix() for p in SITE.rglob('*.html')) if 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason='Chromium is not installed: apt install chromium')
 on_site = pytest.mark.skipif(not pages, reason='there is no site in _docs: make docs')
 UNFOLD = "document.querySelectorAll('details').forEach(o => o.open = true)"
-FEW = 'index core questions works_with tutorials/images know/what_fits know/bench'.split()
+FEW = 'index core questions works_with tutorials/images howto/out_of_memory know/bench'.split()
 drawn_pages = [p for p in pages if SWEEP or p.removesuffix('.html') in FEW]
 on_each_page = lambda f: on_site(pytest.mark.parametrize('path', drawn_pages)(f))
 
@@ -239,10 +239,10 @@ def search(page, words):
     return js(page, "all('.search-result').map(o => o.getAttribute('href'))")
 
 SEARCHES = [
-    ('out of memory', 'know/what_fits.html'), ('CUDA out of memory', 'know/what_fits.html'),
+    ('out of memory', 'howto/out_of_memory.html'), ('CUDA out of memory', 'howto/out_of_memory.html'),
     ('Ctrl-C', 'questions.html#what-is-left-after-ctrl-c'), ('batch norm', 'tutorials/keep_batch_norm.html'),
     ('gradient clipping', 'questions.html#how-do-i-clip-gradients'), ('my own loss', 'loss.html#your-own-loss'),
-    ('dropout', 'microbatch.html#batch-norm-and-dropout'), ('AccumulateStep', 'core.html')]
+    ('dropout', 'howto/split_batches.html#batch-norm-and-dropout'), ('AccumulateStep', 'core.html')]
 
 @on_site
 def test_search(page, root):
@@ -254,7 +254,7 @@ def test_search(page, root):
     page.show('tutorials/images.html')   # a page in a folder
     search(page, 'out of memory')
     page.press('input[type=search]', 'Enter')
-    page.wait_for_url('**/know/what_fits.html')
+    page.wait_for_url('**/howto/out_of_memory.html')
 
 @on_site
 @pytest.mark.parametrize('scheme', ['light','dark'])
