@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from operator import is_
 from types import CellType,FunctionType,MethodType,ModuleType
 from fastai.basics import *
+from operator import is_   # that of fastcore is slow
 from torch.nn.parameter import is_lazy
 from .devices import accelerators,generator_of
 from .private import buffer_dict,copy_all,grad_hook_dicts,hook_dicts,put_grad_hook_dicts,version

@@ -8,10 +8,13 @@ Docs: https://fastai-accum.github.io/fastai_accum/turns.html.md"""
 __all__ = ['one_by_one', 'Turns', 'has_hidden', 'Hidden', 'Recompute', 'Plain', 'Coupled']
 
 # %% ../nbs/turns.ipynb #c7bd1bc9
-from contextlib import contextmanager,nullcontext,suppress
+import itertools
+from contextlib import ExitStack,contextmanager,nullcontext,suppress
 from fastai.basics import *
-from torch.utils.checkpoint import checkpoint
-from .private import buffer_dict,change_hidden,copy_all,tree_flatten,tree_unflatten
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
+from .devices import Autocast
+from .private import buffer_dict,change_hidden,copy_all,in_vmap,tree_flatten,tree_unflatten
 from .slices import NotPossible,Refused,join,keys,leaves,n_rows,tree_map,versions
 from .state import ModelState,State,changes_itself,container,everybodys,held,is_generator
 from .windows import n_of
@@ -134,6 +137,17 @@ class Hidden:
             self.let([tree_map(lambda *hs: torch.cat(hs, dim=1), *o) for o in zip(*self.ends)], sum(sizes))
 
 # %% ../nbs/turns.ipynb #f31e1ec0
+class _Inputs(Function):
+    "Saves tensors until the backward pass, where whoever keeps what autograd saves has them, too"
+    @staticmethod
+    def forward(ctx, one, *ts):
+        ctx.save_for_backward(*ts)
+        return one.new_empty(())
+    @staticmethod
+    def backward(ctx, g): return (None,)*len(ctx.needs_input_grad)
+
+class _Complete(Exception): "All that the first run has saved is here again"
+
 class Recompute:
     "Runs `forward` and keeps only its arguments; the backward pass runs it again, from the state before"
     def __init__(self,
@@ -143,29 +157,47 @@ class Recompute:
     ): store_attr()
 
     def __call__(self, *args, **kwargs):
-        if not torch.is_grad_enabled(): return self.forward(*args, **kwargs)
-        state,first,failed = self.state(),[(args,kwargs)],[]
+        if not torch.is_grad_enabled() or in_vmap(): return self.forward(*args, **kwargs)
         flat,spec = tree_flatten((args,kwargs))
-        def run(*flat):
-            if first:
-                try: return self.once(*first.pop())
-                except BaseException as e: return failed.append(e)   # or PyTorch before 2.13 leaves its hooks open
-            # its lists as they were: a DenseNet appends to them later
-            args,kwargs = tree_unflatten(list(flat), spec)
-            with state.again(): return self.forward(*args, **kwargs)
-        # `state` puts back the random numbers, so PyTorch need not. A checkpoint that is not reentrant
-        # takes any arguments, and gives gradients to parameters if no input needs one
-        res = checkpoint(run, *flat, use_reentrant=False, preserve_rng_state=False)
-        if failed: raise failed.pop()
-        return res
-
-    def once(self, args, kwargs):
-        "The first run, which must not change what the second one gets"
-        flat = tree_flatten((args,kwargs))[0]
+        saved = _Saved(self.forward, self.state(), flat, spec)
         was = versions(flat)
-        res = self.forward(*args, **kwargs)
+        with saved_tensors_hooks(saved.pack, saved.unpack): res = self.forward(*args, **kwargs)
         if versions(flat)!=was: raise NotPossible(self.in_place)
         return res
+
+class _Saved:
+    "The tensors that a run of `forward` saves: numbers, until the backward pass runs it again"
+    def __init__(self, forward, state, flat, spec):
+        self.forward,self.state,self.spec = forward,state,spec
+        self.kinds = []   # shapes and types, in their order
+        self.here = {}    # the tensors, by their numbers
+        is_t = [isinstance(o, Tensor) for o in flat]
+        self.rest = [None if t else o for t,o in zip(is_t, flat)]
+        self.at = [i for i,t in enumerate(is_t) if t]
+        self.node = _Inputs.apply(torch.ones((), requires_grad=True), *[flat[i] for i in self.at]).grad_fn
+        self.autocast = Autocast().contexts()
+
+    def pack(self, t):
+        self.kinds.append((t.shape,t.dtype))
+        return len(self.kinds)-1
+
+    def unpack(self, i):
+        if i not in self.here: self.run()
+        return self.here.pop(i)
+
+    def run(self):
+        flat,n = list(self.rest),itertools.count()
+        for i,t in zip(self.at, self.node.saved_tensors): flat[i] = t
+        args,kwargs = tree_unflatten(flat, self.spec)
+        def pack(t):
+            i = next(n)
+            if i>=len(self.kinds) or self.kinds[i]!=(t.shape,t.dtype): raise RuntimeError(f'computed again, the block saves another tensor {i}: {tuple(t.shape)}')
+            self.here[i] = t.detach()
+            if i==len(self.kinds)-1: raise _Complete
+            return i
+        with ExitStack() as stack:
+            for o in [torch.enable_grad(), *self.autocast, self.state.again(), suppress(_Complete), saved_tensors_hooks(pack, noop)]: stack.enter_context(o)
+            self.forward(*args, **kwargs)
 
 # %% ../nbs/turns.ipynb #aa3ca5fc
 class Plain:

@@ -17,7 +17,7 @@ from ..private import is_compiled
 from ..proof.compare import Way
 from ..proof.guard import guard
 from ..refusals import is_validation
-from ..state import ModelState,everybodys,lent,refuse_lazy
+from ..state import ModelState,changes_itself,everybodys,held,lent,refuse_lazy
 from ..turns import Recompute
 import fastai_accum.core   # its `all_batches` opens `around_batches`
 
@@ -110,7 +110,8 @@ class Block:
         o = self.m if self.part is None else nn.Sequential(*self.ms)
         in_place = (f"GradientCheckpointing: {self} changes its input in place, so it cannot be computed again; "
                     "leave it out of blocks")
-        return Recompute(o.forward, lambda: ModelState(o, generators=generators), in_place)
+        objects = held(o, can_change=changes_itself)
+        return Recompute(o.forward, lambda: ModelState(o, objects, generators), in_place)
 
 def _recomputing(m, blocks, generators):
     "`forward` of `m` with its `blocks` computed again: `m` itself, or groups of its neighbouring children"
