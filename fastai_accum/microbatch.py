@@ -20,7 +20,7 @@ from .proof.guard import guard
 from .proof.compare import Way
 from .turns import Coupled,Hidden,Plain
 from .private import compiled_in_place
-from .state import ModelState,State,arrays,everybodys,held,lent,refuse_lazy
+from .state import Held,ModelState,State,everybodys,lent,owners,refuse_lazy,switches,with_memory
 from .devices import Autocast,accelerators,free_memory,is_out_of_memory
 from .slices import is_array,join,n_rows,slices,versions
 from .windows import batch_size,n_inputs,n_of
@@ -39,9 +39,10 @@ class MicroBatch(WindowCallback):
     n = None                 # samples in the batch that is being cut
     size = None              # samples in a slice of the last batch
     warned = False           # that a batch was not cut
-    guarded = ()             # the sizes of batches and slices that this fit has tried
+    guarded = ()             # what this fit has tried: sizes of batches and slices, and what decides the way of the model
+    can_change = None        # in a window that is tried again
     told = False             # that nothing is saved on a CPU
-    _stateattrs = 'window','group','mode','kept'
+    _stateattrs = 'window','group','mode','kept','can_change'
     fits = {}                # how many samples fit, if a batch does not, by `learn.training`
 
     def __init__(self,
@@ -92,7 +93,7 @@ def begin(self:MicroBatch):
     learn = self.learn
     WindowCallback.begin(self)
     if is_validation(learn): return
-    self.warned,self.kept,self.guarded = False,None,()
+    self.warned,self.kept,self.guarded,self.can_change = False,None,set(),None
     if self.shows_whole: refuse_lazy('MicroBatch', learn.model)
     # the loader of texts knows their lengths
     if self.exact: refuse_long(learn.model, getattr(learn.dls.train, 'res', ()))
@@ -181,7 +182,7 @@ def mode_for(self:MicroBatch, training):
     kind = Coupled if self.coupled or not training else Plain
     if self.exact: kind = Exact
     if not training: return kind(self)
-    if type(self.kept) is not kind: self.kept = kind(self)
+    if type(self.kept) is not kind or self.kept.model not in (None,get_model(self.learn.model)): self.kept = kind(self)
     return self.kept
 
 @patch
@@ -223,14 +224,20 @@ def forward(self:MicroBatch, learn, forward, *xb, **kwargs):
     in_slices = partial(self.in_slices, learn, forward, xb)
     b = *xb,*learn.yb
     if learn.training:
-        sizes = self.most(learn, n := n_of(learn.dls, b)),n
-        if self.prove and sizes[0]<n and sizes not in self.guarded:
-            self.cut_inputs(learn, xb)   # what cannot be cut has an error of its own
-            guard(self, learn, xb)
-            self.guarded += sizes,
+        n = n_of(learn.dls, b)
+        if self.prove and self.most(learn, n)<n: self.try_once(learn, xb, self.most(learn, n), n)
         return in_slices()
-    undo = ModelState(learn.model).restore if self.bs=='auto' else None
+    undo = ModelState(self.mode.held).restore if self.bs=='auto' else None
     return self.retry(learn, in_slices, [(b,versions(b))], undo)
+
+@patch
+def try_once(self:MicroBatch, learn, xb, *sizes):
+    "Prove it, and look at this batch, if its sizes are new in this fit, or the model takes another way"
+    now = *sizes,*switches(self.mode.held.now().ms)
+    if now in self.guarded: return
+    self.cut_inputs(learn, xb)   # what cannot be cut has an error of its own
+    guard(self, learn, xb)
+    self.guarded.add(now)
 
 # %% ../nbs/microbatch.ipynb #c7a39c51
 @patch
@@ -249,11 +256,14 @@ def cut_inputs(self:MicroBatch, learn, xb, bs=None):
     return [o[:len(xb)] for o in parts],sizes if learn.yb or not self.split else None
 
 # %% ../nbs/microbatch.ipynb #5f4693b4
-def way_back(learn, acc, metrics):
-    "A function that puts back what a window of `learn` changes before its step, with `metrics`"
-    modules = nn.ModuleList(o for o in (learn.model,learn.loss_func) if isinstance(o, nn.Module))
-    counted = held(*metrics)
-    state = State([*held(modules), *counted], [*modules.buffers(), *arrays(counted)], everybodys(learn.model))
+def what_retries_change(learn, metrics):
+    "The list of what a window of `learn` can change before its step: of the model, of the loss, of callbacks, of `metrics`"
+    others = [o for o in learn.cbs if not hasattr(type(o), 'around_batches')]   # ours know by themselves
+    return Held(lambda: [learn.model, *owners([learn.loss_func]), *others, *metrics], generators=everybodys(learn.model))
+
+def way_back(learn, acc, held):
+    "A function that puts back what a window of `learn` changes before its step"
+    state = State(held.now(), with_memory(held.arrays()), held.generators)
     autocast,kept = Autocast(),(acc.scale,acc.counts.n_micro)
     def restore():
         clear_gradients(learn)
@@ -281,7 +291,8 @@ def attempt(self:MicroBatch, epoch, sum_up, batches):
             seen.append((b, versions(b)))
             yield b
             self.n = None
-    undo = way_back(epoch.learn, epoch.acc, epoch.metrics)
+    self.can_change = self.can_change or what_retries_change(epoch.learn, epoch.metrics)
+    undo = way_back(epoch.learn, epoch.acc, self.can_change)
     return self.retry(epoch.learn, lambda: sum_up(drawn()), seen, undo)
 
 # %% ../nbs/microbatch.ipynb #4a0bfed7

@@ -24,10 +24,12 @@ synced = wrap_torch_function(lambda x, *_: (x,))(lambda *args: SyncBatchNormFunc
 def _builtin(input, weight, bias, running_mean, running_var,
              training, momentum, eps, cudnn_enabled): pass
 
-_signatures = {   # the functions that are batch norms
-    F.batch_norm:     inspect.signature(F.batch_norm),
-    torch.batch_norm: inspect.signature(_builtin),
-    synced:           inspect.signature(partial(SyncBatchNormFunction.forward, None))}
+def _arguments(f): return {o.name:o.default for o in inspect.signature(f).parameters.values()}
+
+_norms = {   # the functions that are batch norms, with their arguments and defaults
+    F.batch_norm:     _arguments(F.batch_norm),
+    torch.batch_norm: _arguments(_builtin),
+    synced:           _arguments(partial(SyncBatchNormFunction.forward, None))}
 
 # %% ../nbs/modes.ipynb #b8a6de09
 class AtNorms(TorchFunctionMode):
@@ -49,10 +51,9 @@ class AtNorms(TorchFunctionMode):
             with self.mode: return run()
         if func is F.multi_head_attention_forward:
             with self: return attention(*args, **kwargs)
-        if func not in _signatures: return run()
-        bound = _signatures[func].bind(*args, **kwargs)
-        bound.apply_defaults()
-        o = SimpleNamespace(**{'training':True, 'process_group':None, **bound.arguments})
+        if func not in _norms: return run()
+        names = _norms[func]   # as `inspect` binds them, but faster
+        o = SimpleNamespace(**{'training':True, 'process_group':None, **names, **dict(zip(names, args)), **kwargs})
         return self.norm(o, run) if o.training else run()
 
 # %% ../nbs/modes.ipynb #cmp36b1b

@@ -140,14 +140,14 @@ def test_a_trial_that_stops(name, at, error, capsys):
     assert len(count)>=at
     assert_left(was, learn)
 
-@drawn(3, name=trials, at=['put_back','hold','rewind'])
+@drawn(3, name=trials, at=['put_back','differs','rewind'])
 def test_ctrl_c_twice(name, at, monkeypatch, capsys):
     "Once in a step, and once more while all is put back"
     learn,calls,plain = fit(make()),[],getattr(State, at)
     def stop(*_): raise KeyboardInterrupt
-    def again(self):
+    def again(self, *args):
         calls.append(1)
-        return stop() if len(calls)==1 else plain(self)
+        return stop() if len(calls)==1 else plain(self, *args)
     learn.model[2].register_forward_hook(stop)
     was = left(learn)
     monkeypatch.setattr(State, at, again)

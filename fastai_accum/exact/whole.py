@@ -20,7 +20,7 @@ from ..modes import AtNorms,synced
 from ..private import is_compiled
 from ..proof.dry import Dry
 from ..slices import Refused,join,leaves
-from ..state import lent,shared,switches
+from ..state import ModelState,lent,shared,switches
 from ..turns import Coupled,one_by_one
 
 # %% ../../nbs/exact/whole.ipynb #1038829a
@@ -47,8 +47,7 @@ class Exact(Coupled):
         if sizes is None: return super().run(learn, forward, xb, parts, sizes)   # no targets to count
         def run():
             plan = self.plan(forward, xb, sum(sizes), partial(self.micro.cut_inputs, learn))
-            slices = partial(self.run_slices, plan, forward, parts, sizes)
-            return self.in_turns(plan.found, slices, plan.norms)
+            return self.in_turns(partial(self.run_slices, plan, forward, parts, sizes), plan.running)
         with lent(batchnorm, sync_batch_norm=synced):
             try: return run()
             except Differs:   # such as layers that are left out at random
@@ -82,9 +81,9 @@ def plan(self:Exact, forward, xb, n, cut):
     def few(k): return cut(xb if n>=k else join([xb]*k, [n]*k), k)[0][0]
     sizes = (2,3) if self.takes_few else (self.micro.size,2*self.micro.size)
     rows = 0 if self.micro.split else 1   # nobody knows where `split` has the samples
-    key = switches(self.model),sizes,*[(o.shape[rows:],o.dtype) for _,o in leaves(xb)]
+    key = switches(self.held.now().ms),sizes,*[(o.shape[rows:],o.dtype) for _,o in leaves(xb)]
     if key in self.plans: return self.plans[key]
-    state = self.state()
+    state = ModelState(self.held)
     try: fewer,res = [watch(state, forward, few(k)) for k in sizes]
     except Exception as e:   # such as a view of four rows
         if self.takes_few: raise Differs from e
@@ -96,24 +95,21 @@ def plan(self:Exact, forward, xb, n, cut):
 # %% ../../nbs/exact/whole.ipynb #90db4df4
 def watch(state, forward, xb):
     "What a dry run of the model does, on `xb`"
-    model,norms = state.model,set()   # the running statistics
-    dry = Dry(model, state.objects, [bs[k] for bs,k in state.places])
+    model,seen = state.ms[0],[]   # the running statistics of norms
     def note(o, f):
-        dry.look()
-        norms.update(id(t) for t in (o.running_mean,o.running_var))
+        seen.extend((o.running_mean,o.running_var))
         two = torch.cat([o.input,o.input])   # batch norm refuses one sample
         return F.batch_norm(two, None, None, o.weight, o.bias, True, 0., o.eps)[:len(o.input)]
     at = AtNorms(note)
     draws = Draws(lambda: (running(model),at.at))
+    dry = Dry(model, state.dicts+state.rest, [bs[k] for bs,k in state.places])
     dry.run(forward, [xb], lambda _: [draws,at,Host(model).hooks()])
-    moved = dry.moved-norms
-    found = {*dry.changed, *((id(bs),k) for bs,k in state.places if id(bs[k]) in moved or id(bs) in dry.changed)}
     inside = {o.inside for o in draws.draws}
-    return SimpleNamespace(draws=draws.draws, inside=inside, norms=norms, found=found)
+    return SimpleNamespace(draws=draws.draws, inside=inside, norms=len(seen)>0, running=state.keys_of(seen))
 
 # %% ../../nbs/exact/whole.ipynb #7b374706
 @patch
-def run_slices(self:Exact, plan, forward, parts, sizes, start):
+def run_slices(self:Exact, plan, forward, parts, sizes, start, part):
     "The predictions for each slice from the state `start`, run according to the `plan`"
     batch = BatchDraws(plan.draws, sum(sizes), filter(risinstance(torch.Generator), start.generators))
     @contextmanager
@@ -121,8 +117,9 @@ def run_slices(self:Exact, plan, forward, parts, sizes, start):
         draws = SliceDraws(batch, sum(sizes[:k]), sizes[k])
         with AtNorms(norm, draws, plan.inside): yield
         draws.end()
-    args = start,forward,parts,sizes,around
-    preds = Lockstep(*args, self.micro.group, self.host).run() if plan.norms else one_by_one(*args)
+    args = forward,parts,sizes
+    if plan.norms: preds = Lockstep(part, *args, around, self.micro.group, self.host).run()
+    else: preds = one_by_one(start, *args, part, around)
     batch.end()
     return preds
 

@@ -18,7 +18,7 @@ from .bench import first_batches,said,train_on,unchanged
 from ..memory.checkpointing import GradientCheckpointing
 from ..memory.offload import OffloadActivations
 from ..microbatch import MicroBatch
-from ..proof.guard import Status,forget_failed
+from ..proof.guard import Status
 from ..refusals import NotProved,as_line,check_loader,splits_norms
 from ..slices import leaves
 from ..windows import n_of
@@ -134,7 +134,6 @@ def measure(t, line, cbs):
     grads = sum(p.grad.nbytes for p in learn.model.parameters() if p.grad is not None)
     own = learn.cbs.filter(risinstance(AccumulateStep))
     def fit(cb): learn.fit(1, cbs=[*own, *cbs, cb])
-    forget_failed(get_model(learn.model))   # a proof that has failed warns again
     told = warnings.catch_warnings(record=True, action='always')
     with unchanged(learn),redirect_stdout(io.StringIO()),told as told:
         train_on(learn, [t.batch]*len(learn.dls.train)*(20+n_try))

@@ -17,7 +17,7 @@ from ..private import is_compiled
 from ..proof.compare import Way
 from ..proof.guard import guard
 from ..refusals import is_validation
-from ..state import ModelState,changes_itself,everybodys,held,lent,refuse_lazy
+from ..state import Held,ModelState,everybodys,lent,refuse_lazy
 from ..turns import Recompute
 import fastai_accum.core   # its `all_batches` opens `around_batches`
 
@@ -99,7 +99,7 @@ class Block:
     part:slice=None  # Which children; `None` is all of `m`
 
     @property
-    def ms(self): return [self.m] if self.part is None else list(self.m)[self.part]
+    def ms(self): return [self.m] if self.part is None else list(self.m)[self.part]   # as they are now
 
     def __repr__(self):
         if self.part is None: return self.name or 'the model'
@@ -107,11 +107,13 @@ class Block:
 
     def again(self, generators):
         "Its `forward`, computed again in the backward pass"
-        o = self.m if self.part is None else nn.Sequential(*self.ms)
+        def in_row(x):
+            for m in self.ms: x = m(x)
+            return x
         in_place = (f"GradientCheckpointing: {self} changes its input in place, so it cannot be computed again; "
                     "leave it out of blocks")
-        objects = held(o, can_change=changes_itself)
-        return Recompute(o.forward, lambda: ModelState(o, objects, generators), in_place)
+        state = partial(ModelState, Held(lambda: self.ms, generators=generators))
+        return Recompute(self.m.forward if self.part is None else in_row, state, in_place)
 
 def _recomputing(m, blocks, generators):
     "`forward` of `m` with its `blocks` computed again: `m` itself, or groups of its neighbouring children"
