@@ -2,14 +2,18 @@
 
     OMP_NUM_THREADS=1 python benchmarks/cost.py            # print the tables, about fifteen minutes
     OMP_NUM_THREADS=1 python benchmarks/cost.py --save     # and write them to benchmarks/results/cost.json
+    OMP_NUM_THREADS=1 python benchmarks/cost.py --calls    # only count calls of Python, in a few seconds
 
 A way is compared with a loop written by hand over the same batches: slices of 8 for those that cut, the large batch for the others.
-The proof and the look, which come once in a fit, are left out: benchmarks/proof.py measures them."""
-import argparse,gc,time,warnings
+The proof and the look, which come once in a fit, are left out: benchmarks/proof.py measures them. On a GPU that waits for Python, calls of Python are the time: `calls` counts those of one step, which
+are the same on each machine."""
+import argparse,gc,sys,threading,time,warnings
 from functools import partial
 from wholebatch import *
 if __name__=='__main__': keep_memory()
 warnings.filterwarnings('ignore')
+from torch.utils.checkpoint import checkpoint
+from torchvision.models.resnet import Bottleneck,ResNet
 
 NET,PX,PAIRS = *README,7
 nets['ResNet-34'] = resnet(resnet34)
@@ -97,10 +101,70 @@ def gained(pairs, bs=4, n_step=8, n=32):
         return partial(learn.fit, 1)
     return dict(bs=bs, n_step=n_step, **ratio(fit(AccumulateStep(n_step)), fit(), pairs))
 
+def count_calls(run):
+    "Calls of functions of Python from the second `mark()` of `run(mark)` to the third"
+    n,at = 0,[]
+    def note(frame, event, arg):
+        nonlocal n
+        n += event=='call'
+    for o in threading,sys: o.setprofile(note)
+    try: run(lambda *_: at.append(n))
+    finally:
+        for o in sys,threading: o.setprofile(None)
+    return at[2]-at[1]
+
+def narrow():
+    torch.manual_seed(0)
+    return ResNet(Bottleneck, [3,4,6,3], num_classes=10, width_per_group=8)
+
+def loop(learn, mark, n_slices=1, n_batches=1, coupled=False):
+    "A step for each `n_batches` batches of the loader, of which each is cut into `n_slices`; `coupled` runs each slice twice"
+    model,opt,loss_func,dl = learn.model.train(),learn.opt,learn.loss_func,learn.dls.train
+    k = n_slices*n_batches
+    def slices(x): return x.chunk(n_slices) if n_slices>1 else (x,)
+    for i,(x,y) in enumerate(dl):
+        if coupled:
+            with torch.no_grad(): pred = torch.cat([model(xs) for xs in slices(x)])
+            g, = torch.autograd.grad(loss_func(pred.requires_grad_(), y), pred)
+            for xs,gs in zip(slices(x), slices(g)): model(xs).backward(gs)
+        else:
+            for xs,ys in zip(slices(x), slices(y)): (loss_func(model(xs), ys)/k).backward()
+        if (i+1)%n_batches==0: opt.step(); opt.zero_grad(); mark()
+
+def calls(bs=8, px=16, n_slices=4):
+    "Calls of Python in one step of each way, and of the same by hand: a narrow ResNet-50, `bs` images of `px` pixels"
+    def make(k, *cbs):
+        batches = [(torch.randn(bs//k,3,px,px), torch.randint(10, (bs//k,))) for _ in range(3*k)]
+        learn = Learner(DataLoaders(*[DataLoader(batches, bs=None)]*2), narrow(), nn.CrossEntropyLoss(), partial(SGD, mom=.9), lr=1e-3, cbs=[NoValid(),*cbs])
+        learn.remove_cb(ProgressCallback); learn.logger = noop
+        return learn
+    def ours(k, cb):
+        def run(mark):
+            with contextlib.redirect_stdout(io.StringIO()): make(k, *L(cb), Callback(after_step=mark)).fit(1)
+        return count_calls(run)
+    def hand(k=1, blocks=False, **kwargs):
+        learn = make(k)
+        learn.create_opt()
+        for m in filter(risinstance(Bottleneck), learn.model.modules() if blocks else ()): m.forward = partial(checkpoint, m.forward, use_reentrant=False)
+        return count_calls(lambda mark: loop(learn, mark, n_batches=k, **kwargs))
+    plain,windows,cut,again,twice = hand(),hand(n_slices),hand(n_slices=n_slices),hand(blocks=True),hand(n_slices=n_slices, coupled=True)
+    rows = [('no callback', 1, None, plain), (f'AccumulateStep({n_slices})', n_slices, AccumulateStep(n_slices), windows),
+            (f'MicroBatch({bs//n_slices})', 1, MicroBatch(bs//n_slices), cut), ('GradientCheckpointing()', 1, GradientCheckpointing(), again),
+            (f'MicroBatch({bs//n_slices}, coupled=True)', 1, MicroBatch(bs//n_slices, coupled=True), twice),
+            (f'MicroBatch({bs//n_slices}, exact=True)', 1, MicroBatch(bs//n_slices, exact=True), twice)]
+    return [dict(way=way, calls=n, by_hand=by_hand, ratio=n/by_hand) for way,k,cb,by_hand in rows for n in [ours(k, cb)]]
+
+def print_calls(rows):
+    print('\ncalls of Python in a step: a narrow ResNet-50, 8 images, four slices where it is cut; coupled and exact over four slices by hand that run twice\n')
+    print(table([(r['way'], f"{r['calls']:,}", f"{r['by_hand']:,}", f"{r['ratio']:.2f}") for r in rows], ['way','calls','by hand','times']))
+
 if __name__=='__main__':
-    p = argparse.ArgumentParser(); p.add_argument('--pairs', type=int, default=PAIRS); p.add_argument('--save', action='store_true'); args = p.parse_args()
+    p = argparse.ArgumentParser(); p.add_argument('--calls', action='store_true'); p.add_argument('--pairs', type=int, default=PAIRS); p.add_argument('--save', action='store_true'); args = p.parse_args()
     print(machine(), f'{torch.get_num_threads()} thread(s)')
-    res = dict(pairs=args.pairs, threads=torch.get_num_threads(), first=before_the_first_layer(), rows=package(args.pairs), small=small_batches(args.pairs), gained=gained(args.pairs))
+    counted = calls()
+    print_calls(counted)
+    if args.calls: raise SystemExit
+    res = dict(calls=counted, pairs=args.pairs, threads=torch.get_num_threads(), first=before_the_first_layer(), rows=package(args.pairs), small=small_batches(args.pairs), gained=gained(args.pairs))
     def figures(r): return f"{r['time']:.2f} ± {r['pm']:.2f}"
     print(f'\n{NET}, {BS} images of {PX} pixels, over a loop by hand over the same batches\n')
     print(table([(r['way'], r['bs'], figures(r)) for r in res['rows']], ['way','batches of','time']))
