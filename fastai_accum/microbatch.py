@@ -10,7 +10,7 @@ __all__ = ['MicroBatch']
 # %% ../nbs/microbatch.ipynb #cutt0004
 import gc
 from fastai.basics import *
-from .loop import WindowCallback,clear_gradients,in_charge
+from .loop import WindowCallback,in_charge
 from .processes import Alone,processes
 from .refusals import *
 from .exact.whole import Exact,refuse_long
@@ -249,14 +249,14 @@ def cut_inputs(self:MicroBatch, learn, xb, bs=None):
     return [o[:len(xb)] for o in parts],sizes if learn.yb or not self.split else None
 
 # %% ../nbs/microbatch.ipynb #5f4693b4
-def way_back(learn, acc, metrics):
+def way_back(learn, acc, metrics, grads):
     "A function that puts back what a window of `learn` changes before its step, with `metrics`"
     modules = nn.ModuleList(o for o in (learn.model,learn.loss_func) if isinstance(o, nn.Module))
     counted = held(*metrics)
     state = State([*held(modules), *counted], [*modules.buffers(), *arrays(counted)], everybodys(learn.model))
     autocast,kept = Autocast(),(acc.scale,acc.counts.n_micro)
     def restore():
-        clear_gradients(learn)
+        grads.clear()
         autocast.restore()   # mixed precision closes it after the loss
         learn.xb = learn.yb = (None,)
         learn.pred = learn.loss = learn.loss_grad = None
@@ -281,7 +281,7 @@ def attempt(self:MicroBatch, epoch, sum_up, batches):
             seen.append((b, versions(b)))
             yield b
             self.n = None
-    undo = way_back(epoch.learn, epoch.acc, epoch.metrics)
+    undo = way_back(epoch.learn, epoch.acc, epoch.metrics, epoch.grads)
     return self.retry(epoch.learn, lambda: sum_up(drawn()), seen, undo)
 
 # %% ../nbs/microbatch.ipynb #4a0bfed7
