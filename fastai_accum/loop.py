@@ -58,11 +58,14 @@ class WindowCallback(Callback):
     def after_fit(self):
         "Say if callbacks, or weights of 0, have left nothing of most windows"
         n,made = len(self.counts.sizes),self.counts.n_steps
+        if vars(self).pop('before_backward', None) and has_own_loop(self.learn):
+            warnings.warn(_own_loop.format(self), stacklevel=2)
         if 2*made>=n or 'lr_finder' in vars(self.learn): return
         warnings.warn(f"{self}: the fit has made {made or 'no'} steps in {n} windows: the others were cancelled, or "
                       "have the weight 0. If a callback accumulates by itself, remove it", stacklevel=2)
 
     def before_fit(self): self.begin()
+    def own_loop(self): raise RuntimeError(_own_loop.format(self))   # stands at `before_backward` until a window comes
 
     @property
     def is_boundary(self)->bool:
@@ -79,7 +82,14 @@ class WindowCallback(Callback):
                 pct = 0. if 'lr_finder' in vars(learn) else min(1., (epoch+share)/learn.n_epoch)
                 n = check_count(self, f'{name} at pct={pct:.4g}', given(pct), scheduled)
             return -(-n//n_procs) if by_samples else n   # several processes fill a window together
-        return Windows(dl, size, partial(n_of, learn.dls), by_samples, self.drop_last)
+        return Windows(dl, size, partial(n_of, learn), by_samples, self.drop_last)
+
+_own_loop = ("{}: the learner trains on batches that do not come through `all_batches`, so nothing is accumulated or "
+             "cut; let its own loop call `self.all_batches()`, and override `one_batch`")
+
+def has_own_loop(learn):
+    names = '_do_epoch_train','_do_epoch','_do_fit'
+    return any(getattr(type(learn), o) is not getattr(Learner, o) for o in names)
 
 # %% ../nbs/loop.ipynb #9c72bd91
 def is_on(cb, training): return cb.run and (cb.run_train if training else cb.run_valid)
@@ -122,6 +132,7 @@ def begin(self:WindowCallback):
     setattr(learn, self.name, self)   # fastai forgets it when it removes another of this name
     vars(self).update(counts=Counts(), scale=None, last_loss=None, left_out=False, floor=None)
     if in_charge(learn) is not self: return
+    if not hasattr(type(self), 'before_backward'): self.before_backward = self.own_loop
     windows = self.in_windows(learn, learn.dls.train)
     if windows.ends!=[]: note_batch_norm(self, learn)   # otherwise, an error comes soon
     self.lengthen_lr_find(windows)
@@ -180,7 +191,8 @@ class Epoch:
         "What must be the same in all processes, or they would part"
         opt = self.learn.opt
         hypers = [float(v) for h in opt.hypers for v in h.values() if isinstance(v, Number)]
-        return {'number of steps':[self.n_made], 'hyper-parameters':hypers, 'weights':norms(list(chain(*opt.param_lists)))}
+        weights = norms(list(chain(*opt.param_lists)))
+        return {'number of steps':[self.n_made], 'hyper-parameters':hypers, 'weights':weights}
 
     def train_window(self, i, batches):
         "Sum up the gradients of a window, and end it"
@@ -226,6 +238,7 @@ def train_epoch(self:WindowCallback, learn):
         raise ValueError(f"{self}: this instance is in another Learner too; "
                          "make a new one for each Learner")
     if 'counts' not in vars(self): self.begin()   # it has joined in the middle of a fit
+    vars(self).pop('before_backward', None)
     epoch = Epoch(self, learn)
     learn.n_iter = len(epoch.windows)
     try:
@@ -329,8 +342,8 @@ class Gradients:
     def add_up(self, group, alien, *used):
         "Add up the gradients over the processes of `group`"
         if alien:
-            raise Stopped("AccumulateStep: the loss leads to a parameter, and nobody knows which one it is in the other "
-                          "processes; let a callback or the loss hold it from before the epoch on, or the optimizer")
+            raise Stopped("AccumulateStep: the loss leads to a parameter, and nobody knows which one it is in the "
+                          "other processes; let a callback, the loss or the optimizer hold it when an epoch begins")
         for p,n in zip(self.others, used[len(self.ps):]):
             if n: self.keep(p)
         group.add_up([*self.ps,*self.others], used)

@@ -233,7 +233,7 @@ class Coupled:
         self.found = None   # what slices change, after the first batch
 
     def parts(self, learn, b):
-        with self.micro.sliced(learn): yield b,n_of(learn.dls, b),True
+        with self.micro.sliced(learn): yield b,n_of(learn, b),True
 
     def state(self):
         return ModelState(self.model, [*held(self.model, can_change=changes_itself), *self.more], self.generators)

@@ -48,7 +48,7 @@ def guard(cb, learn, xb):
             moves = {k for k,v in now.items() if any(off(sketch(v), o)>1e-6 for o in proof.kept.get(k, ()))}
             tried.append(Tried(key, every, now, moves, proof.n>0))
         if way.size:
-            looked = look(model, b, n_of(learn.dls, b), len(xb), cb.way(learn, way.size, cb.mode), status)
+            looked = look(model, b, n_of(learn, b), len(xb), cb.way(learn, way.size, cb.mode), status)
             if looked.fails: _refuse(way, model, looked, prove)
     finally:
         status.end()
