@@ -80,6 +80,7 @@ def added(learn, cbs=()):
 # %% ../nbs/core.ipynb #14905154
 def _skips(dl):
     "Whether items of fastai's loader `dl` raise `SkipItemException`, of a few from the first to the last"
+    if not getattr(dl, 'indexed', True): return False   # a stream has no items to ask for
     n = getattr(dl, 'n', None) or 0
     with State(held(dl, depth=20), generators=generators()).untouched():
         return any(dl.do_item(int(i)) is None for i in np.linspace(0, n-1, min(n, max(dl.bs or 1, 16))))

@@ -11,14 +11,16 @@ __all__ = []
 import inspect
 from contextlib import ExitStack,closing,contextmanager,nullcontext
 from dataclasses import dataclass,field
+from numbers import Number
 from itertools import chain
 from fastai.basics import *
 from fastai.learner import replacing_yield
+from torch.utils.weak import WeakTensorKeyDictionary
 from .loss import loss_reduction,loss_weight,sums_by_nature
-from .private import do_step,multiply,train_metrics,with_events
-from .processes import processes
+from .private import do_step,multiply,norms,train_metrics,version,with_events
+from .processes import Stopped,processes
 from .refusals import *
-from .state import lent,take_back
+from .state import arrays,held,lent,take_back
 from .windows import Windows,n_of
 
 # %% ../nbs/loop.ipynb #0f5a3455
@@ -56,16 +58,14 @@ class WindowCallback(Callback):
     def after_fit(self):
         "Say if callbacks, or weights of 0, have left nothing of most windows"
         n,made = len(self.counts.sizes),self.counts.n_steps
+        if vars(self).pop('before_backward', None) and has_own_loop(self.learn):
+            warnings.warn(_own_loop.format(self), stacklevel=2)
         if 2*made>=n or 'lr_finder' in vars(self.learn): return
         warnings.warn(f"{self}: the fit has made {made or 'no'} steps in {n} windows: the others were cancelled, or "
                       "have the weight 0. If a callback accumulates by itself, remove it", stacklevel=2)
 
-    def before_fit(self): pass   # a subclass may call it
-
-    def __call__(self, event_name):
-        "A fit begins, also if a subclass has a `before_fit` of its own"
-        if event_name=='before_fit' and self.run: self.begin()
-        return super().__call__(event_name)
+    def before_fit(self): self.begin()
+    def own_loop(self): raise RuntimeError(_own_loop.format(self))   # stands at `before_backward` until a window comes
 
     @property
     def is_boundary(self)->bool:
@@ -82,7 +82,14 @@ class WindowCallback(Callback):
                 pct = 0. if 'lr_finder' in vars(learn) else min(1., (epoch+share)/learn.n_epoch)
                 n = check_count(self, f'{name} at pct={pct:.4g}', given(pct), scheduled)
             return -(-n//n_procs) if by_samples else n   # several processes fill a window together
-        return Windows(dl, size, partial(n_of, learn.dls), by_samples, self.drop_last)
+        return Windows(dl, size, partial(n_of, learn), by_samples, self.drop_last)
+
+_own_loop = ("{}: the learner trains on batches that do not come through `all_batches`, so nothing is accumulated or "
+             "cut; let its own loop call `self.all_batches()`, and override `one_batch`")
+
+def has_own_loop(learn):
+    names = '_do_epoch_train','_do_epoch','_do_fit'
+    return any(getattr(type(learn), o) is not getattr(Learner, o) for o in names)
 
 # %% ../nbs/loop.ipynb #9c72bd91
 def is_on(cb, training): return cb.run and (cb.run_train if training else cb.run_valid)
@@ -125,6 +132,7 @@ def begin(self:WindowCallback):
     setattr(learn, self.name, self)   # fastai forgets it when it removes another of this name
     vars(self).update(counts=Counts(), scale=None, last_loss=None, left_out=False, floor=None)
     if in_charge(learn) is not self: return
+    if not hasattr(type(self), 'before_backward'): self.before_backward = self.own_loop
     windows = self.in_windows(learn, learn.dls.train)
     if windows.ends!=[]: note_batch_norm(self, learn)   # otherwise, an error comes soon
     self.lengthen_lr_find(windows)
@@ -155,7 +163,10 @@ class Epoch:
     "An epoch of `learn` in windows"
     def __init__(self, acc, learn):
         self.acc,self.learn = acc,learn
-        self.group = processes(learn.model, 3+len(parameters(learn)))
+        self.group = processes(learn.model)
+        self.grads = Gradients(learn, self.group.n>1)
+        self.n_made = 0   # steps
+        self.group.meet([*self.grads.ps,*self.grads.others], self.same)
         self.slicer = first(window_callbacks(learn), attrgetter('cuts'))
         in_windows = partial(acc.in_windows, learn, learn.dl, n_procs=self.group.n)
         self.windows = in_windows(learn.epoch)
@@ -176,21 +187,33 @@ class Epoch:
             # gradients pass through the norms of the other processes, so all need the same scale now
             acc.scale, = self.group.sum('begins a fit', (self.windows.n or 1)/len(self.windows))
 
+    def same(self):
+        "What must be the same in all processes, or they would part"
+        opt = self.learn.opt
+        hypers = [float(v) for h in opt.hypers for v in h.values() if isinstance(v, Number)]
+        weights = norms(list(chain(*opt.param_lists)))
+        return {'number of steps':[self.n_made], 'hyper-parameters':hypers, 'weights':weights}
+
     def train_window(self, i, batches):
         "Sum up the gradients of a window, and end it"
         learn = self.learn
         hypers = [dict(h) for h in learn.opt.hypers]
-        clear_gradients(learn)
+        self.grads.begin()
         sum_up = partial(self.sum_up, i)
         try:
             win = self.slicer.attempt(self, sum_up, batches) if self.slicer else sum_up(batches)
             if self.windows.is_full or not self.windows.drop_last: self.end(i, win)
-            else: _throw_away(learn, hypers)
+            else: self.throw_away(hypers)
         except BaseException as e:
-            clear_gradients(learn)
+            self.grads.clear()
             if 'more than 1 value per channel' in str(e): e.add_note(f"{self.acc}: {_one_sample}")
             raise
         finally: self.acc.window = None
+
+    def throw_away(self, hypers):
+        "Undo a tail that is dropped, with the hyper-parameters that schedulers have set for it"
+        self.grads.clear()
+        for k in hypers[0]: self.learn.opt.set_hyper(k, [h[k] for h in hypers])
 
     def end(self, i, win):
         "Step, count the samples, and run `after_batch`"
@@ -215,12 +238,13 @@ def train_epoch(self:WindowCallback, learn):
         raise ValueError(f"{self}: this instance is in another Learner too; "
                          "make a new one for each Learner")
     if 'counts' not in vars(self): self.begin()   # it has joined in the middle of a fit
+    vars(self).pop('before_backward', None)
     epoch = Epoch(self, learn)
     learn.n_iter = len(epoch.windows)
     try:
         with _by_micro(learn, epoch):
             for i,batches in enumerate(epoch.windows): epoch.train_window(i, batches)
-        epoch.group.sum('has no more batches')
+        epoch.group.sum('has no more batches', same=epoch.same)
     except BaseException as e:
         if epoch.slicer and epoch.slicer.exact: epoch.group.fail(e)   # others may wait at a norm
         raise
@@ -249,16 +273,86 @@ def parameters(learn):
     ps = chain(*[m.parameters() for m in modules], *learn.opt.param_lists)
     return list(dict.fromkeys(ps))
 
-def clear_gradients(learn):
-    learn.opt.zero_grad()
-    stepped = set(chain(*learn.opt.param_lists))
-    for p in parameters(learn):
-        if p not in stepped: p.grad = None
+# %% ../nbs/loop.ipynb #grad0003
+def leaves_of(loss):
+    "The tensors that a backward pass from `loss` gives a gradient"
+    todo,found = [loss.grad_fn],[]
+    seen = {None,*todo}
+    for f in filter(None, todo):
+        if not f.next_functions and hasattr(f, 'variable'): found.append(f.variable)
+        for o,_ in f.next_functions:
+            if o in seen: continue
+            seen.add(o)
+            todo.append(o)
+    return found
 
-def _throw_away(learn, hypers):
-    "Undo a tail that is dropped, with the hyper-parameters that schedulers have set for it"
-    clear_gradients(learn)
-    for k in hypers[0]: learn.opt.set_hyper(k, [h[k] for h in hypers])
+# %% ../nbs/loop.ipynb #grad0007
+def is_other(p): return isinstance(p, nn.Parameter) and p.requires_grad
+
+class Gradients:
+    "What a window of `learn` sums up: the gradients of `parameters`, and of all others that its losses lead to"
+    def __init__(self, learn, several=False):
+        self.learn,self.ps = learn,parameters(learn)
+        self.known = {*map(id, self.ps)}
+        stepped = {*map(id, chain(*learn.opt.param_lists))}
+        self.unstepped = [p for p in self.ps if id(p) not in stepped]
+        self.kept = WeakTensorKeyDictionary()   # the gradients of others from before the window
+        self.others = self.find_others() if several else []
+        self.clear()
+
+    def find_others(self):
+        "Those of callbacks and of the loss, in an order that is the same in all processes"
+        loss = self.learn.loss_func
+        objects = held(*self.learn.cbs, loss, getattr(loss, '__self__', None), depth=6)
+        found = {id(p):p for p in arrays(objects) if is_other(p)}
+        return [p for k,p in found.items() if k not in self.known]
+
+    def keep(self, p):
+        "Keep the gradient that `p`, one of the others, has from before the window"
+        if p not in self.kept: self.kept[p],p.grad = p.grad,None
+
+    def find(self, loss):
+        "Keep those of all that `loss` leads to, such as centers in a callback"
+        for p in leaves_of(loss):
+            if id(p) not in self.known: self.keep(p)
+
+    def marks(self): return [p.grad is not None and version(p.grad) for p in self.ps]   # which change with gradients
+
+    def begin(self):
+        "Clear what is left of gradients; the last step has done it, unless callbacks have gone backward since"
+        for p in self.unstepped: p.grad = None
+        if self.marks()!=self.cleared: self.clear()
+
+    def all(self): return [p.grad for p in (*self.ps,*self.kept) if p.grad is not None]
+
+    def clear(self):
+        "Clear the gradients of the window"
+        self.learn.opt.zero_grad()
+        for p in self.unstepped: p.grad = None
+        for p,g in self.kept.items(): p.grad = g
+        self.kept.clear()
+        self.cleared = self.marks()
+
+    def used(self):
+        "For other processes: how many others are not theirs, and whether each parameter has a gradient"
+        ours = {*map(id, self.others)}
+        alien = sum(is_other(p) and id(p) not in ours for p in self.kept)
+        return alien,*[p.grad is not None for p in self.ps],*[p in self.kept for p in self.others]
+
+    def add_up(self, group, alien, *used):
+        "Add up the gradients over the processes of `group`"
+        if alien:
+            raise Stopped("AccumulateStep: the loss leads to a parameter, and nobody knows which one it is in the "
+                          "other processes; let a callback, the loss or the optimizer hold it when an epoch begins")
+        for p,n in zip(self.others, used[len(self.ps):]):
+            if n: self.keep(p)
+        group.add_up([*self.ps,*self.others], used)
+
+    def give_back(self):
+        "Add what others had before the window to their gradients"
+        for p,g in self.kept.items():
+            if g is not None: p.grad = g if p.grad is None else g+p.grad
+        self.kept.clear()
 
 # %% ../nbs/loop.ipynb #8659f86a
 @patch
@@ -275,7 +369,7 @@ def sum_up(self:Epoch, i, batches):
                     for part,k,ends in parts: win.run(i, part, k, is_last and ends)
     except CancelBatchException:
         for _ in batches: pass   # the loader of the large batch draws them, too
-        clear_gradients(learn)
+        self.grads.clear()
         win.n_samples = win.weight = win.divisor = win.loss = 0
         learn('after_cancel_batch')
     return win
@@ -355,6 +449,7 @@ def backward(self:Window, f):
     n = self.micro.n
     divisor,weight = self.weigh()
     loss = learn.loss.detach()
+    epoch.grads.find(learn.loss_grad)
     if divisor:
         by = divisor if epoch.is_mean else 1
         if self.scale is None: self.scale = self.scale_for(divisor)
@@ -389,9 +484,11 @@ def weigh(self:Window):
     except TypeError as e:
         e.add_note(f"{self.acc}: weight is called as weight(pred, *yb), here with {1+len(learn.yb)} arguments")
         raise
-    pair = w if isinstance(w, tuple) else (w,w)
+    pair = w if isinstance(w, tuple) else (w,)
     is_count = {bool,str}.isdisjoint(map(type, pair)) and getattr(w, 'dtype', None) is not torch.bool
-    try: divisor,weight = map(float, pair)
+    try:
+        divisor,*more = map(float, pair)   # on a GPU, each waits
+        weight, = more or [divisor]
     except (TypeError,ValueError,RuntimeError): divisor = weight = math.nan
     if is_count and 0<=divisor<math.inf and 0<=weight<math.inf:
         return (divisor,weight) if divisor==weight else self.checked(divisor, weight)
@@ -414,42 +511,46 @@ def checked(self:Window, divisor, weight):
 def step(self:Window):
     "Step as the large batch does: with the mean gradient and loss, through fastai's own events"
     learn = self.learn
-    ps = parameters(learn)
+    grads,group = self.epoch.grads,self.epoch.group
     self.is_last = True
-    used = [p.grad is not None for p in ps]
-    mine = self.weight,self.divisor,self.loss,*used
-    weight,divisor,loss,*used = self.epoch.group.sum('ends a window', *mine)
+    mine = self.weight,self.divisor,self.loss,*(grads.used() if group.n>1 else ())
+    weight,divisor,loss,*used = group.sum('ends a window', *mine, same=self.epoch.same)
     if not divisor:
         if self.acc.last_loss is not None: learn.loss = self.acc.last_loss
         return
-    self.total = max(weight, divisor/self.epoch.group.n) if self.epoch.averages else 1
-    self.normalise(ps, used)
+    self.total = max(weight, divisor/group.n) if self.epoch.averages else 1
+    self.normalise(used)
     loss = torch.as_tensor(loss/self.total, dtype=learn.loss.dtype, device=learn.loss.device)
     learn.loss = self.acc.last_loss = loss
     events = partial(self.step_events, getattr(learn, with_events))
     with lent(learn, **{with_events:events}):
-        try: do_step(learn)
+        try:
+            do_step(learn)
+            grads.cleared = grads.marks()
         except CancelBatchException:
-            clear_gradients(learn)
+            grads.clear()
             learn('after_cancel_batch')
 
 # %% ../nbs/loop.ipynb #9e3eccf7
 @patch
-def normalise(self:Window, ps, used):
-    "Make the sum of the gradients of `ps` their mean, over all processes"
-    grads = [p.grad for p in ps if p.grad is not None]
+def normalise(self:Window, used):
+    "Make the sums of the gradients their means, over all processes; `used`: how many processes have each"
+    grads = self.epoch.grads
     self.factor = (self.scale or self.total)/self.total
-    if grads and self.factor!=1: multiply(grads, self.factor)
-    self.epoch.group.add_up(ps, used)
+    gs = grads.all()
+    if gs and self.factor!=1: multiply(gs, self.factor)
+    if used: grads.add_up(self.epoch.group, *used)
+    grads.give_back()
 
 @patch
 def step_events(self:Window, plain, f, event_type, ex, final=noop):
     "Takes the place of `learn._with_events` in `_do_grad_opt`, which finds the backward pass done"
     def step():
-        if not any(p.grad is not None for p in parameters(self.learn)):
+        if not any(p.grad is not None for p in self.epoch.grads.ps):
             raise RuntimeError(f"{self.acc}: at the end of a window, no parameter has a gradient, maybe because hooks of "
                                "the parameters step in the backward pass; let one optimizer step once per window")
         f()
+        self.epoch.n_made += 1
         self.n_stepped = self.n_samples   # a cancelled step does not come here
     if event_type=='backward': return
     plain(step if event_type=='step' else f, event_type, ex, final)

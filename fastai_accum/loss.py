@@ -67,18 +67,10 @@ def _count(y, x):
                      "weight= if this is about the loss")
 
 # %% ../nbs/loss.ipynb #7283b74a
-_modules = {
-    F.l1_loss:nn.L1Loss, F.mse_loss:nn.MSELoss, F.smooth_l1_loss:nn.SmoothL1Loss,
-    F.huber_loss:nn.HuberLoss, F.cross_entropy:nn.CrossEntropyLoss, F.nll_loss:nn.NLLLoss,
-    F.binary_cross_entropy:nn.BCELoss, F.binary_cross_entropy_with_logits:nn.BCEWithLogitsLoss,
-    F.kl_div:nn.KLDivLoss, F.poisson_nll_loss:nn.PoissonNLLLoss,
-    F.gaussian_nll_loss:nn.GaussianNLLLoss, F.soft_margin_loss:nn.SoftMarginLoss,
-    F.hinge_embedding_loss:nn.HingeEmbeddingLoss, F.margin_ranking_loss:nn.MarginRankingLoss,
-    F.cosine_embedding_loss:nn.CosineEmbeddingLoss, F.multi_margin_loss:nn.MultiMarginLoss,
-    F.multilabel_margin_loss:nn.MultiLabelMarginLoss,
-    F.multilabel_soft_margin_loss:nn.MultiLabelSoftMarginLoss,
-    F.triplet_margin_loss:nn.TripletMarginLoss,
-    F.triplet_margin_with_distance_loss:nn.TripletMarginWithDistanceLoss, F.ctc_loss:nn.CTCLoss}
+_classes = {k.lower():getattr(nn, k) for k in dir(nn) if k.endswith('Loss') and not k.startswith('Linear')}
+_names = {k:k.replace('_', '').removesuffix('loss')+'loss' for k in vars(F)}
+_modules = {getattr(F, k):_classes[n] for k,n in _names.items() if n in _classes}
+_modules |= {F.binary_cross_entropy:nn.BCELoss, F.binary_cross_entropy_with_logits:nn.BCEWithLogitsLoss}
 
 def _as_module(f, **kwargs):
     "The module that computes the same as `f`, a function of `torch.nn.functional`"

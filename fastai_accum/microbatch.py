@@ -10,7 +10,7 @@ __all__ = ['MicroBatch']
 # %% ../nbs/microbatch.ipynb #cutt0004
 import gc
 from fastai.basics import *
-from .loop import WindowCallback,clear_gradients,in_charge
+from .loop import WindowCallback,in_charge
 from .processes import Alone,processes
 from .refusals import *
 from .exact.whole import Exact,refuse_long
@@ -23,7 +23,7 @@ from .private import compiled_in_place
 from .state import Held,ModelState,State,everybodys,lent,owners,refuse_lazy,switches,with_memory
 from .devices import Autocast,accelerators,free_memory,is_out_of_memory
 from .slices import is_array,join,n_rows,slices,versions
-from .windows import batch_size,n_inputs,n_of
+from .windows import batch_size,made_of,n_of
 
 # %% ../nbs/microbatch.ipynb #cutt0006
 class MicroBatch(WindowCallback):
@@ -120,30 +120,30 @@ def cut(self:MicroBatch, learn, b, bs=None):
     is_batch = bs is None
     if not self.split: n_rows(b)   # which says what cannot be cut
     if is_batch:
-        self.n = n_of(learn.dls, b)
+        self.n = n_of(learn, b)
         self.size = bs = self.most(learn, self.n)
     parts = (self.split or slices)(b, bs)
-    if self.split: check_slices(learn.dls, b, parts, bs)
+    if self.split: check_slices(learn, b, parts, bs)
     # processes wait for each other at each `SyncBatchNorm`
     if is_batch and learn.training and self.group.synced and not self.exact:
         self.group.sum(f'cuts a batch into {len(parts)} slices')
-    return parts,[n_of(learn.dls, o) for o in parts]
+    return parts,[n_of(learn, o) for o in parts]
 
 # %% ../nbs/microbatch.ipynb #8dbfd8af
-def check_slices(dls, b, parts, bs):
+def check_slices(learn, b, parts, bs):
     "Raise an error if a sample of `b` is not in its place in the slices `parts`"
-    n = n_of(dls, b)
-    def is_slice(o): return isinstance(o, (list,tuple)) and len(o)==len(b)
+    n = n_of(learn, b)
+    is_list = isinstance(b, (list,tuple))
+    def is_slice(o): return isinstance(o, (list,tuple)) and len(o)==len(b) if is_list else type(o) is type(b)
     are_slices = isinstance(parts, (list,tuple)) and all(map(is_slice, parts))
-    sizes = [n_of(dls, o) for o in parts] if are_slices else []
+    sizes = [n_of(learn, o) for o in parts] if are_slices else []
+    whole,*cut = [made_of(learn, o)[0] for o in (b,*parts)] if sizes else [()]
     def is_whole(k):
-        return not is_array(b[k]) or len(b[k])!=n or torch.equal(torch.cat([o[k] for o in parts]), b[k])
-    targets = range(n_inputs(dls, b), len(b))
-    if sizes and not targets: return   # nothing shows the order
-    if sizes and max(sizes)<=bs and sum(sizes)==n and all(map(is_whole, targets)): return
-    raise ValueError(f"MicroBatch: split must return slices of at most {bs} samples, each with the "
-                     f"{len(b)} elements of the batch, together its {n} samples in their order; "
-                     f"got {sizes or type(parts).__name__}")
+        return not is_array(whole[k]) or len(whole[k])!=n or torch.equal(torch.cat([o[k] for o in cut]), whole[k])
+    if sizes and not whole: return   # nothing shows the order
+    if sizes and max(sizes)<=bs and sum(sizes)==n and all(map(is_whole, range(len(whole)))): return
+    raise ValueError(f"MicroBatch: split must return slices of at most {bs} samples, each with all that the batch has, "
+                     f"together its {n} samples in their order; got {sizes or type(parts).__name__}")
 
 # %% ../nbs/microbatch.ipynb #6ff7e75e
 @patch
@@ -153,7 +153,7 @@ def after_pred(self:MicroBatch):
 @patch
 def warn(self:MicroBatch, learn):
     "Warn once in a fit if the batch of `learn`, which was not cut, is a large one"
-    n = n_of(learn.dls, (*learn.xb,*learn.yb))
+    n = n_of(learn, (*learn.xb,*learn.yb))
     if n<=self.most(learn, n) or self.warned: return
     self.warned = True
     hint = 'leave out coupled and exact' if learn.training else 'pass valid=False'
@@ -210,7 +210,7 @@ def way(self:MicroBatch, learn, size=2, mode=None):
     split = self.split and (lambda b, bs: self.cut(learn, b, bs)[0])   # which checks the slices
     sees = 'batch norm, random numbers' if self.exact else 'the loss'
     leave = f"MicroBatch without {kind}=True is another training: {sees} and the {{}} see one slice"
-    size = self.most(learn, n_of(learn.dls, (*learn.xb,*learn.yb)))
+    size = self.most(learn, n_of(learn, (*learn.xb,*learn.yb)))
     return Way(f'MicroBatch: {kind}=True', (self.coupled,self.exact,self.bs==1,self.split), run, leave,
                lambda: [GradientCheckpointing().way(learn)], split, blind=not self.exact, scale=.5, size=size)
 
@@ -224,7 +224,7 @@ def forward(self:MicroBatch, learn, forward, *xb, **kwargs):
     in_slices = partial(self.in_slices, learn, forward, xb)
     b = *xb,*learn.yb
     if learn.training:
-        n = n_of(learn.dls, b)
+        n = n_of(learn, b)
         if self.prove and self.most(learn, n)<n: self.try_once(learn, xb, self.most(learn, n), n)
         return in_slices()
     undo = ModelState(self.mode.held).restore if self.bs=='auto' else None
@@ -261,12 +261,12 @@ def what_retries_change(learn, metrics):
     others = [o for o in learn.cbs if not hasattr(type(o), 'around_batches')]   # ours know by themselves
     return Held(lambda: [learn.model, *owners([learn.loss_func]), *others, *metrics], generators=everybodys(learn.model))
 
-def way_back(learn, acc, held):
+def way_back(learn, acc, held, grads):
     "A function that puts back what a window of `learn` changes before its step"
     state = State(held.now(), with_memory(held.arrays()), held.generators)
     autocast,kept = Autocast(),(acc.scale,acc.counts.n_micro)
     def restore():
-        clear_gradients(learn)
+        grads.clear()
         autocast.restore()   # mixed precision closes it after the loss
         learn.xb = learn.yb = (None,)
         learn.pred = learn.loss = learn.loss_grad = None
@@ -292,7 +292,7 @@ def attempt(self:MicroBatch, epoch, sum_up, batches):
             yield b
             self.n = None
     self.can_change = self.can_change or what_retries_change(epoch.learn, epoch.metrics)
-    undo = way_back(epoch.learn, epoch.acc, self.can_change)
+    undo = way_back(epoch.learn, epoch.acc, self.can_change, epoch.grads)
     return self.retry(epoch.learn, lambda: sum_up(drawn()), seen, undo)
 
 # %% ../nbs/microbatch.ipynb #4a0bfed7

@@ -7,8 +7,8 @@ Docs: https://fastai-accum.github.io/fastai_accum/private.html.md"""
 # %% auto #0
 __all__ = ['version', 'buffer_dict', 'compiled_in_place', 'may_share', 'multiply', 'copy_all', 'mps_generator', 'hook_dicts',
            'grad_hook_dicts', 'push_function_mode', 'push_dispatch_mode', 'attention', 'with_events', 'own_backward',
-           'plain_backward', 'methods', 'do_step', 'change_hidden', 'put_grad_hook_dicts', 'is_compiled', 'uncompiled',
-           'no_modes', 'in_vmap', 'default_arguments', 'train_metrics', 'split_batch']
+           'plain_backward', 'methods', 'do_step', 'change_hidden', 'norms', 'put_grad_hook_dicts', 'is_compiled',
+           'uncompiled', 'no_modes', 'in_vmap', 'default_arguments', 'train_metrics', 'split_batch']
 
 # %% ../nbs/private.ipynb #priv0004
 import inspect
@@ -31,6 +31,7 @@ compiled_in_place = attrgetter('_compiled_call_impl')
 may_share = methodcaller('_is_view')
 multiply = torch._foreach_mul_   # (tensors, number), in place
 copy_all = torch._foreach_copy_  # (to, from)
+def norms(ts): return torch.stack(torch._foreach_norm(ts, 2, torch.float64))   # of tensors on one device
 mps_generator = methodcaller('_get_default_mps_generator')   # of the module `torch.mps`
 
 hook_dicts = attrgetter('_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks')

@@ -10,6 +10,7 @@ __all__ = ['Alone', 'Stopped', 'Replicas', 'buckets', 'processes']
 # %% ../nbs/processes.ipynb #27779e52
 import sys
 from contextlib import nullcontext,suppress
+from zlib import crc32
 from fastai.basics import *
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +22,8 @@ class Alone:
     "One process; several have the same methods"
     n,synced = 1,False   # the number of processes; whether they share the statistics of batch norms
     def silent(self): return nullcontext()   # a context in which the model sends nothing
-    def sum(self, at, *vs): return vs        # each of the numbers `vs`, added up over the processes
+    def meet(self, ps, same): pass           # make sure that the processes are alike, before an epoch
+    def sum(self, at, *vs, same=dict): return vs   # each of the numbers `vs`, added up over the processes
     def add_up(self, ps, used): pass         # add up the gradients of `ps`; `used`: how many have each
     def fail(self, e): pass                  # tell the others that this process has failed with `e`
     def gather(self, group, at, n, *ts):     # a number and tensors, of each process in `group`
@@ -34,20 +36,38 @@ class Stopped(RuntimeError): "All processes stop with it"
 class Replicas(Alone):
     "Processes with a copy of the model each, in `DistributedDataParallel`"
     awaited = True   # whether the others wait for a message of ours, and for nothing else
-    def __init__(self, ddp, most=0): # `most`: the most numbers that `sum` gets
+    def __init__(self, ddp):
         self.ddp,self.group = ddp,ddp.process_group
         self.ranks = distributed.get_process_group_ranks(self.group)
         self.n = len(self.ranks)
         widths = [m.num_features for m in ddp.modules() if isinstance(m, nn.SyncBatchNorm)]
         self.synced = self.n>1 and len(widths)>0
-        self.size = max([most, *(1+2*o for o in widths)])
+        self.size = max([8, *(1+2*o for o in widths)])   # the most numbers in a message
 
     def silent(self): return lent(self.ddp, forward=self.ddp.module)
 
-    def sum(self, at, *vs):
-        "Add up the numbers `vs` over the processes; `at` says at which point"
-        t = torch.tensor([float(v) for v in vs], dtype=torch.float64, device=next(self.ddp.parameters()).device)
-        return self.each(at, t).sum(0).tolist()
+    def meet(self, ps, same):
+        "Make sure that all processes have parameters as `ps`, so that messages about them are as long in each"
+        n = 8+len(ps)+sum(map(len, same().values()))
+        shapes = crc32(repr([(tuple(p.shape),p.dtype) for p in ps]).encode())%100_000
+        self.sum('begins an epoch', same=lambda: dict(parameters=[n,shapes]))
+        self.size = max(self.size, n)
+
+    def sum(self, at, *vs, same=dict):
+        "Add up the numbers `vs`; `at`: at which point; what `same()` returns must be the same in all processes"
+        device,own = next(self.ddp.parameters()).device,same()
+        ts = [torch.as_tensor(o, dtype=torch.float64, device=device) for o in ([*map(float, vs)],*own.values())]
+        mine,*rows = self.each(at, torch.cat(ts)).cpu().split([len(t) for t in ts], 1)
+        for name,o in zip(own, rows): self.compare(name, o)
+        return mine.sum(0).tolist()
+
+    def compare(self, name, rows):
+        "Stop all processes if their `rows` differ by more than rounding"
+        same = rows.isclose(rows[:1], rtol=1e-6, atol=0, equal_nan=True).all(1).tolist()
+        if all(same): return
+        raise Stopped(f"AccumulateStep: process {self.ranks[same.index(False)]} does not have the {name} of process "
+                      f"{self.ranks[0]}, so the copies of the model part. What leaves out a batch, cancels a step, or "
+                      "changes gradients, weights or learning rates, must do the same in all processes")
 
     def fail(self, e):
         if not self.synced or not self.awaited or isinstance(e, Stopped): return
@@ -106,12 +126,11 @@ def buckets(ts, most=25*2**20):
 
 # %% ../nbs/processes.ipynb #561bce98
 def processes(
-    model:nn.Module, # The model that is trained
-    most:int=0 # The most numbers that `sum` gets
+    model:nn.Module # The model that is trained
 )->Alone:
     "The processes that train `model` together"
     if not distributed.is_available() or not distributed.is_initialized(): return Alone()
-    if isinstance(model, DistributedDataParallel): return Replicas(model, most)
+    if isinstance(model, DistributedDataParallel): return Replicas(model)
     for m in model.modules():
         name = 'fully_shard' if hasattr(m, 'set_requires_gradient_sync') else type(m).__name__
         if name in ('fully_shard','FullyShardedDataParallel','DistributedDataParallel'):

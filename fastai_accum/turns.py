@@ -245,7 +245,7 @@ class Coupled:
         self.found = None   # what slices change, after the first batch
 
     def parts(self, learn, b):
-        with self.micro.sliced(learn): yield b,n_of(learn.dls, b),True
+        with self.micro.sliced(learn): yield b,n_of(learn, b),True
 
     def run(self, learn, forward, xb, parts, sizes):
         "The predictions for each slice"

@@ -159,6 +159,29 @@ cases = dict(
     metrics_uneven = Case([[4]*5, [4]*4], fit=with_train_metrics),
 )
 
+class Centers(Callback):
+    "Centers of classes with an optimizer of their own, which it holds, or a global variable does"
+    order,run_valid = -5,False
+    def __init__(self, holds=True): self.holds = holds
+    def before_fit(self):
+        self.was,here.centers = self.learn.loss_func,nn.Parameter(features(3, 3, 7))
+        if not self.holds: return self.lend()
+        self.unused,self.centers = nn.Parameter(features(3, 3, 8)),here.centers
+        self.o = torch.optim.SGD([self.centers], lr=.4)
+        self.lend()
+    def lend(self):
+        self.learn.loss_func = lambda p, y: self.was(p, y)+.3*(p-here.centers[y]).pow(2).sum(1).mean()
+    def after_step(self): self.o.step(); self.o.zero_grad()
+    def after_fit(self):
+        self.learn.loss_func,self.learn.seen = self.was,[here.centers.detach()]
+        assert self.unused.grad is None, 'it takes no part'
+
+cases.update(
+    centers      = Case([4]*6, cbs=Centers),
+    centers_drop = Case([4]*8, cbs=Centers, left_out={(1,k) for k in range(4)}),
+    centers_cut  = Case([[8,5,8], [4,7,4], [2,4,8]], 2, cbs=lambda: [MicroBatch(3), Centers()], one=Centers),
+)
+
 def cpu_broadcast(self, t, rank):
     "`DistributedDL._broadcast` without its `.cuda()`"
     t = LongTensor(t)
@@ -397,6 +420,27 @@ cases.update(
     refuses_bare    = refused_exact(exact(3), 'in DistributedDataParallel', ValueError,
                                     wrap=partial(synced, wrap=noop)),
     refuses_groups  = refused_exact(exact(3,5), 'process 2 is at batch norm', model=partial(grouped, [0,1], [2])),
+)
+
+def parts(name, **kwargs):
+    "Process 1 does what others do not, from its second window on"
+    def on(f): return lambda cb: f(cb) if rank()==1 and cb.training and cb.micro.i>3 else None
+    cbs = lambda: Callback(**{k:on(f) for k,f in kwargs.items()})
+    return refused(Case([4]*8, cbs=cbs), f'process 1 does not have the {name} of process 0', RuntimeError)
+
+def no_step(cb): raise CancelStepException
+def clips(cb): nn.utils.clip_grad_norm_(cb.model.parameters(), 1e-3)
+def moves(cb): next(cb.model.parameters()).data.mul_(1.001)
+cases.update(
+    parts_steps   = parts('number of steps', before_step=no_step),
+    parts_rate    = parts('hyper-parameters', after_loss=lambda cb: cb.opt.set_hypers(lr=.5)),
+    parts_clip    = parts('weights', before_step=clips),
+    parts_weights = parts('weights', after_batch=moves),
+    parts_at_end  = refused(Case([4]*4, fit=lambda l: l.fit(1, .02), cbs=lambda: Callback(before_step=lambda cb:
+                            no_step(cb) if rank()==1 else None)), 'number of steps', RuntimeError),
+    **{f'leaves_all_{o}':refused(Case([4]*8, left_out={(1,k) for k in range(4)}, leave=o), 'hyper-parameters', RuntimeError)
+       for o in ('before_batch',)},
+    centers_global = refused(Case([4]*6, cbs=lambda: Centers(False)), 'nobody knows which', RuntimeError),
 )
 
 def had_enough(): raise ValueError('process 1 has had enough')

@@ -272,3 +272,127 @@ def test_events_by_hand(name):
     learn.fit(1)
     assert len(learn.spy.steps)==n
     is_clean(learn)
+
+class Rows(nn.Module):
+    "A loss with centers, as a method of a module: the learner has `loss_func=rows.loss`"
+    def __init__(self): super().__init__(); self.c = nn.Parameter(features(3, 3, 7))
+    def loss(self, p, y): return F.cross_entropy(p, y)+.3*(p-self.c[y]).pow(2).mean()
+
+class Elsewhere(Callback):
+    """Parameters with an optimizer of their own that are neither in the model nor in the learner's optimizer: `used` in
+    the loss function, in a penalty after it, or only in some micro-batches. `before` is a gradient from before the fit"""
+    order = -5
+    def __init__(self, used, before=None): self.used,self.before,self.grads = used,before,[]
+    def before_fit(self):
+        self.was = self.learn.loss_func
+        self.c = self.was.__self__.c if self.used=='method' else nn.Parameter(features(3, 3, 7))
+        if self.used=='tensor': self.c = features(3, 3, 7).requires_grad_()
+        self.c.grad,self.o = self.before and torch.full((3,3), self.before).double(),torch.optim.SGD([self.c], lr=.4, momentum=.5)
+        if self.used in ('loss','tensor'): self.learn.loss_func = lambda p, y: self.was(p, y)+self.penalty(p, y)
+        if self.used=='hook': self.h = self.model[0].register_forward_hook(lambda m, x, y: y*self.c.mean())
+    def penalty(self, p, y): return .3*(p-self.c[y]).pow(2).mean()
+    def after_loss(self):
+        far = (self.x[:,:1]>1).double() if self.used=='some' else 1
+        if self.used in ('penalty','some') and torch.any(torch.as_tensor(far)>0):
+            self.learn.loss_grad = self.loss_grad+.3*(far*(self.pred-self.c[self.y])).pow(2).mean()
+    def after_step(self):
+        if self.c.grad is not None: self.grads.append(self.c.grad.clone())
+        self.o.step(); self.o.zero_grad()
+    def after_fit(self):
+        self.learn.loss_func,self.model.c = self.was,self.c   # compared with the parameters
+        if self.used=='hook': self.h.remove()
+
+ways = dict(n_step=lambda: AccumulateStep(4), n_samples=lambda: AccumulateStep(n_samples=32), cut=lambda: MicroBatch(8),
+            coupled=lambda: MicroBatch(8, coupled=True), both=lambda: [AccumulateStep(2), MicroBatch(8)],
+            weight=lambda: AccumulateStep(4, weight=lambda p, y: len(y)))
+
+@each(12, used=['loss','tensor','penalty','some','method','hook'], way=ways, before=[None,.5])
+def test_parameters_that_nobody_lists(used, way, before):
+    "Centers in a callback, or in a module whose method is the loss: as with the large batch, in a short tail, too"
+    loss = (lambda: Rows().loss) if used=='method' else lambda: nn.CrossEntropyLoss()
+    def run(bs, *cbs):
+        cb = Elsewhere(used, before)
+        learn = make_learner(make_dls(76, bs, shuffle=False), loss_func=loss(), cbs=[cb, *cbs])
+        learn.fit(2)
+        return learn,cb
+    bs = dict(cut=32, coupled=32, both=16).get(way, 8)
+    (a,b),(large,c) = run(bs, *L(ways[way]())),run(32)
+    assert_same(a, large)
+    close([b.c.detach(), *b.grads], [c.c.detach(), *c.grads])
+
+def test_cancelled_windows_leave_parameters_elsewhere():
+    "Nothing of a window that is left out, and what they had before it stays for the next step"
+    def run(bs, at, event, *cbs):
+        def fill(cb):
+            if cb.training and cb.micro.i==at: cb.elsewhere.c.grad = torch.ones(3, 3).double()
+        def leave(cb):
+            if cb.training and cb.micro.i==at: raise CancelBatchException
+        learn = make_learner(make_dls(64, bs, shuffle=False), cbs=[Elsewhere('loss'), Callback(before_batch=fill),
+                                                                   Callback(**{event:leave}), *cbs])
+        learn.fit(2)
+        return learn
+    a,large = run(8, 4, 'after_backward', AccumulateStep(4)),run(32, 1, 'after_loss')
+    for o in weights,lambda learn: learn.elsewhere.grads: close(o(a), o(large))
+    assert len(a.elsewhere.grads)==2
+
+class Iterates(Learner):
+    "A training loop of its own: `one_batch`, a part of it, or nothing of fastai's"
+    how = 'batch'
+    def _do_epoch_train(self):
+        self.dl = self.dls.train
+        self._with_events(self.mine, 'train', CancelTrainException)
+    def mine(self):
+        self.n_iter = len(self.dl)
+        if self.how=='all': self.all_batches()
+        for i,b in enumerate(self.dl if self.how!='all' else ()):
+            if self.how=='batch': self.one_batch(i, b)
+            else: self._split(b)
+            if self.how=='part': self._do_one_batch()
+            if self.how=='none': self.loss_func(self.model(*self.xb), *self.yb).backward()
+
+@each(way=dict(n_step=0, cut=0), how=['batch','part','none','all'])
+def test_a_training_loop_of_its_own(way, how):
+    "It is an error or a warning that names us, unless it calls `all_batches`"
+    learn = make_learner(make_dls(64, 16 if way=='cut' else 8, shuffle=False), cbs=ways[way]())
+    learn.__class__,learn.how = Iterates,how
+    says = 'do not come through `all_batches`'
+    seen = pytest.raises(RuntimeError, match=says) if how in ('batch','part') else pytest.warns(UserWarning, match=says)
+    with nullcontext() if how=='all' else seen: learn.fit(1)
+    assert how!='all' or len(learn.spy.steps)==(4 if way=='cut' else 2)
+
+class Record:
+    def __init__(self, x, y, **other): vars(self).update(x=x, y=y, **other)
+
+class OfRecords(Learner):
+    "Takes batches apart itself, of any kind, and draws a number while it does"
+    def _split(self, b):
+        if isinstance(b, Record): b = vars(b)
+        self.xb,self.yb = ((b['x'],),(b.pop('y'),)) if isinstance(b, dict) else ((b[1],),(b[0],))
+        if self.noisy: self.xb = (self.xb[0]+torch.randn(1).double(),)
+
+kinds = dict(dict=lambda x, y: dict(x=x, y=y, names=list(map(str, y))), record=Record, swapped=lambda x, y: (y, x),
+             odd=lambda x, y: dict(x=x, y=y, boxes=torch.zeros(2*len(y)+1, 4)))
+def split_records(b, bs):
+    n = len(b.x if isinstance(b, Record) else b['x'])
+    def part(i): return {k:v[i:i+bs] if len(v)==n else v for k,v in (vars(b) if isinstance(b, Record) else b).items()}
+    return [Record(**part(i)) if isinstance(b, Record) else part(i) for i in range(0, n, bs)]
+splits = dict(split=lambda: MicroBatch(8, split=split_records), whole=lambda: AccumulateStep(1))
+
+@each(kind=kinds, way=[*ways,'split','whole'])
+def test_batches_that_the_learner_takes_apart(kind, way):
+    "Dictionaries, objects and other orders are counted; what cannot be cut asks for `split`"
+    def run(bs, *cbs):
+        data = list(zip(features(76), classes(76)))
+        def batch(os): return kinds[kind](torch.stack([o[0] for o in os]), torch.stack([o[1] for o in os]))
+        dls = DataLoaders(*[DataLoader(data, bs=bs, create_batch=batch) for _ in range(2)])
+        learn = make_learner(dls, cbs=[NoValid(), *cbs])
+        learn.__class__,learn.noisy = OfRecords,way=='whole'
+        torch.manual_seed(1)
+        learn.fit(2)
+        return learn
+    if way=='split' and kind=='swapped': return
+    bs = dict(cut=32, coupled=32, both=16, split=32, whole=32).get(way, 8)
+    cbs = L({**ways, **splits}[way]())
+    if kind in ('record','odd') and way in ('cut','both'):
+        with pytest.raises(ValueError, match='MicroBatch: the batch cannot be cut: .*pass split='): run(bs, *cbs)
+    else: assert_same(run(bs, *cbs), run(32))

@@ -73,3 +73,14 @@ def test_a_fit_that_is_refused(case):
     with pytest.raises(ValueError) as a: learn.n_steps(1)
     with pytest.raises(ValueError) as b: learn.fit(1)
     assert str(a.value) in str(b.value)
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self): return iter(list(zip(features(64), classes(64))))
+
+def test_a_stream_of_known_length():
+    "It has no items to look at, and as many steps as its `n` says"
+    dls = DataLoaders(*[DataLoader(Stream(), bs=4, n=64) for _ in range(2)])
+    learn = make_learner(dls, cbs=[NoValid(), AccumulateStep(4)])
+    assert learn.n_steps(2)==8
+    learn.fit(2)
+    assert len(learn.spy.steps)==8

@@ -73,7 +73,7 @@ def train_on(learn, batches):
     "Let a trial of `learn` train on `batches`"
     keep_off(learn)
     learn.dls = dls = copy(learn.dls)
-    dl = Given(dls.train, batches, n_of(dls, batches[0]))
+    dl = Given(dls.train, batches, n_of(learn, batches[0]))
     vars(dls).update(train=dl, loaders=[dl,*dls.loaders[1:]])
 
 def first_batches(dl, n=3):
@@ -90,7 +90,7 @@ marks = [lambda y: y!=-100, lambda y: y!=0, lambda y: y>0]   # what a loss may c
 
 def spread(b, n):
     "From the batch `b`, `n` samples with low to high counts; one with the highest comes first"
-    ys = [torch.as_tensor(o) for _,o in leaves(b[::-1]) if o.ndim]   # targets count first
+    ys = [torch.as_tensor(o) for _,o in leaves(b[::-1] if isinstance(b, (tuple,list)) else b) if o.ndim]   # targets count first
     counts = [mark(y).reshape(len(y), -1).sum(1).tolist() for mark in marks for y in ys]
     order = sorted(range(n_rows(b)), key=lambda i: [o[i] for o in counts])
     *low,high = [order[round(i)] for i in np.linspace(0, len(order)-1, n)]
@@ -155,7 +155,7 @@ class Bench:
         self.loaded = loaded = batch_size(learn.dls.train)   # `None` if the loader does not say it
         self.batches = self.drawn(max(3, -(-self.most//(loaded or self.most))))
         if not self.batches: raise ValueError("check_accumulation: the loader yields no batch")
-        self.ns = [n_of(learn.dls, b) for b in self.batches]
+        self.ns = [n_of(learn, b) for b in self.batches]
         bs = getattr(self.cut, 'bs', 'auto')
         self.yours = loaded if bs=='auto' else min(bs, loaded or bs)
         if bs!='auto' and not self.acc and bs>=(loaded or math.inf):   # it cuts nothing
@@ -194,7 +194,7 @@ def few(bench):
         parts = cut(b, size*per_batch) if bench.acc else [b]
         batches = f'{k} training batches' if k>1 else 'training batch'
         how = f'at once and in micro-batches of at most {size},' if bench.acc or bench.cut else 'without and'
-        return b,parts,size,k,f'{n_of(dls, b)} samples of the first {batches}{more}, {how}'
+        return b,parts,size,k,f'{n_of(bench.learn, b)} samples of the first {batches}{more}, {how}'
     # fastai's text models take the longest text first
     if cut is slices and not hasattr(dls.train, 'sort_func'):
         pool,k = bench.batches[0],1
@@ -215,7 +215,7 @@ def whole_batches(bench):
     with suppress(ValueError,RuntimeError): joined = [join(parts, ns)]
     with suppress(Exception):   # whatever a loader of your own raises, it cannot load other sizes
         large, = bench.drawn(1, k)
-        if n_of(bench.learn.dls, large)==sum(ns):
+        if n_of(bench.learn, large)==sum(ns):
             yield large,parts,size,k,said % 'as the batch that the loader makes of them',not joined
     for b in joined: yield b,parts,size,k,said % 'joined'
 

@@ -116,7 +116,7 @@ class Trials:
             batches = first_batches(learn.dls.train)
         if not batches: raise ValueError("what_fits: the loader yields no batch; set a smaller batch size")
         self.batch = max(batches, key=lambda b: sum(math.prod(o.shape) for _,o in leaves(b)))
-        self.n = n_of(learn.dls, self.batch)
+        self.n = n_of(learn, self.batch)
         self.status = Status('what_fits', learn, 0)
 
     def what_changes(self, cbs):

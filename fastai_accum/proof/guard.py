@@ -46,7 +46,7 @@ def guard(cb, learn, xb):
             if proof.fails: _refuse(proof.way or way, model, proof, prove)
             if proof.n: _proved[learn][key] = now,every
         if way.size:
-            looked = look(model, b, n_of(learn.dls, b), len(xb), cb.way(learn, way.size, cb.mode), status)
+            looked = look(model, b, n_of(learn, b), len(xb), cb.way(learn, way.size, cb.mode), status)
             if looked.fails: _refuse(way, model, looked, prove)
     finally:
         status.end()
