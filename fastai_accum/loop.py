@@ -57,7 +57,7 @@ class WindowCallback(Callback):
         "Say if callbacks, or weights of 0, have left nothing of most windows"
         n,made = len(self.counts.sizes),self.counts.n_steps
         if 2*made>=n or 'lr_finder' in vars(self.learn): return
-        warn(f"{self}: the fit has made {made or 'no'} steps in {n} windows: the others were cancelled, or "
+        warn(f"{self}: the fit has made {made or 'no'} step{'s'*(made!=1)} in {n} windows: the others were cancelled, or "
              "have the weight 0. If a callback accumulates by itself, remove it")
 
     def before_fit(self): pass   # a subclass may call it

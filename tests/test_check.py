@@ -392,7 +392,7 @@ def gan():
 refusals = dict(
     **{f'fit_{k}': (lambda k=k: jacobian(**{k:True}),   # not PyTorch's error alone
                     f'{k}=True is not possible.*saved tensor hooks.*in its place') for k in ('coupled','exact')},
-    fit_buffer=(moves, 'exact=True is not possible: .*leaves something else behind: model.n'),
+    fit_buffer=(moves, 'exact=True is not possible: .*gives other values: model.n'),
     one=(lambda: learner(bs=1, n=1), 'has 1 sample, and at least 2'),
     nan=(lambda: learner(loss=lambda p,y: (p*math.nan).mean()), 'is zero or not finite'),
     zero=(lambda: learner(loss=lambda p,y: F.cross_entropy(p, y).clamp(max=1e-9)), 'is zero or not finite'),

@@ -191,8 +191,8 @@ def _refuse(way, model, proof, prove):
     "Raise the error for what was found; `prove` finds out what is exact"
     e,where = proof.raised,_where(model, proof)
     if isinstance(e, NotPossible): raise Refused(f"{e} (in the {where})") from e
-    found = ', '.join(f'{k} (relative error {v:.2g})' for k,v in proof.differs[:3])
-    how = f"raises {type(e).__name__}: {e}" if e else f'leaves something else behind: {found}'
+    found = ', '.join(f'{k} (off by {v:.2g})' for k,v in proof.differs[:3])
+    how = f"raises {type(e).__name__}: {e}" if e else f'gives other values: {found}'
     others = [(f'{w.who}()', prove(lambda size=2: [w])) for w in way.instead()]
     lines = [line for line,o in others if o.n and not o.fails] + ['OffloadActivations()']
     raise Refused(f"{way.who} is not possible: {proof.of} the model {how}. It begins in the {where}. "
