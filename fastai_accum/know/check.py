@@ -56,7 +56,9 @@ class Check(NamedTuple):
 
     def _repr_html_(self):
         "The same as a table"
-        def code(o): return re.sub('`(.*?)`', r'<code>\1</code>', escape(o).replace('\n', '<br>'))
+        def code(o):
+            o = re.sub('`(.*?)`', r'<code>\1</code>', escape(o).replace('\n', '<br>'))
+            return re.sub(r'https://[^ <)]+', r'<a href="\g<0>">measured</a>', o)
         rows = [(escape(o.kind), escape(o.at), amount(o.error), code(o.remedy)) for o in self.causes]
         df = pd.DataFrame(rows, columns=['cause','where','error','what to write'])
         if not any(o.remedy for o in self.causes): df = df.iloc[:,:3]
