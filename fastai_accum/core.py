@@ -30,7 +30,7 @@ class AccumulateStep(WindowCallback):
         *,
         n_samples:int|Callable|None=None, # Or the samples in a window, or a schedule `pct -> int`
         average:bool|None=None, # `True` averages, `False` sums; `None` sums if the loss does by default
-        drop_last:bool|None=None, # `True` drops the tail, `False` steps on it; `None`: as the loader
+        drop_last:bool|None=None, # `True` drops a last window that is not full, `False` steps on it; `None`: as the loader
         weight:Callable|None=None, # `(pred, *yb) -> float`: what your loss divides by
     ):
         store_attr()

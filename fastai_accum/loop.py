@@ -117,8 +117,8 @@ def begin(self:WindowCallback):
     "Refuse what cannot work, and begin to count"
     learn = self.learn
     if learn is None:
-        raise ValueError(f"{self}: this instance was in the learner twice; "
-                         "remove it, and add it anew")
+        raise ValueError(f"{self}: this instance was in the learner twice, or not added with "
+                         "`add_cb`; remove it, and add it anew")
     if is_validation(learn): return
     self.check()
     check_learner(self, learn)

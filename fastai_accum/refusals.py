@@ -48,6 +48,7 @@ def _meant_count(who, name, v, least):
     if is_whole or isinstance(v, str) and v.isdecimal(): return f"; write {int(v)}"
     if isinstance(v, Learner): return f"; write learn.{_methods.get(who, 'accumulate')}(4) for a learner"
     if hasattr(v, name): return f"; write its `.{name}`"
+    if isinstance(v, Callback): return f"; add it to the learner: `learn.add_cb({v!r})`"
     if not isinstance(v, (list,tuple,dict)) or name=='bs': return ''
     return "; for a schedule, pass a function `pct -> int`, such as `lambda pct: 1 if pct<.2 else 4`"
 

@@ -27,6 +27,7 @@ values = [
     (partial(acc, {0:1, 4:4}), 'got {0: 1, 4: 4}; .*pass a function `pct -> int`'),
     (lambda: acc(learner()), r'got Learner; write learn.accumulate\(4\)'),
     (lambda: cut(learner()), r'got Learner; write learn.micro_batch\(4\)'),
+    (lambda: learner().check_accumulation(acc(4)), r'got AccumulateStep; add it to the learner: `learn.add_cb\(AccumulateStep\(n_step=4'),
     *((partial(f, acc(4)), 'got AccumulateStep; write its `.n_step`') for f in (acc,every))]   # it is no schedule
 
 counts_steps = """n_steps nsteps acc_steps accum accumulation_steps accumulate_grad_batches n_batches num_steps
