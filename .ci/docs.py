@@ -1,5 +1,5 @@
 """`python .ci/docs.py site` builds the site in _docs from the notebooks, `python .ci/docs.py readme` README.md"""
-import html,json,re,shutil,subprocess,sys,textwrap,yaml
+import html,json,os,re,shutil,subprocess,sys,textwrap,yaml
 from base64 import b64decode
 from functools import partial
 from inspect import _empty as empty,formatannotation
@@ -60,7 +60,23 @@ def site():
     shutil.move(pages, cfg.doc_path)
     for p in cfg.doc_path.rglob('*.html'): rewrite(p, partial(finished, page=p.relative_to(cfg.doc_path)))
     for p in cfg.doc_path.rglob('*.css'): rewrite(p, partial(re.sub, r'@import url\(https:[^)]*\);', ''))
+    check_anchors({p.relative_to(cfg.doc_path).as_posix():p for p in cfg.doc_path.rglob('*.html')})
     search_for_readers(cfg.doc_path/'search.json')
+
+def check_anchors(pages):
+    "No link to what a page does not have: names of the code lose theirs, and another one is an error"
+    ids = {k:{'', *re.findall(r'\bid="([^"]+)"', p.read_text(encoding='utf-8'))} for k,p in pages.items()}
+    broken = []
+    def checked(page, m):
+        to,_,at = html.unescape(m[1]).partition('#')
+        to = os.path.normpath(os.path.join(os.path.dirname(page), to)) if to else page
+        if to not in ids or at in ids[to]: return m[0]
+        if re.fullmatch(r'<code[^>]*>[^<]*</code>', m[2]): return m[2]
+        broken.append(f'{page}: {m[1]}')
+        return m[0]
+    link = r'(?s)<a href="((?!https?:)[^"]*#[^"]+)"[^>]*>(.*?)</a>'
+    for k,p in pages.items(): rewrite(p, partial(re.sub, link, partial(checked, k)))
+    if broken: sys.exit('links to nowhere:\n'+'\n'.join(broken))
 
 def finished(text, page):
     "Formulas in MathML, plots as large as drawn, cells that name their column, relative links, and the page's notebook"
@@ -70,6 +86,9 @@ def finished(text, page):
     text = re.sub(r'src="data:image/png;base64,([^"]{800})[^"]*"', as_drawn, text)
     text = re.sub(r'<table\b.*?</table>', stacked, text, flags=re.S)
     text = re.sub(r'(?s)(?<=<t[dh]).*?(?=</t[dh]>)', lambda m: re.sub(r'<code>([^<]*)</code>', in_a_cell, m[0]), text)
+    text = re.sub(r'<p>(?=[^\n]*\btorch \d[^\n]*\bfastai \d)', '<p class="machine">', text)
+    text = re.sub(r'<a href="[^"]*"[^>]*>(<code[^>]*>_\w+</code>)</a>', r'\1', text)   # private names
+    if page.with_suffix('.ipynb').as_posix() in menus()[0]: text = folded(text)
     text = re.sub(r'<nav id="TOC".*?</nav>', broken_at_dots, text, flags=re.S)
     text = text.replace(f'<a href="{cfg.doc_host}{cfg.doc_baseurl}/', f'<a href="{"../"*(len(page.parts)-1) or "./"}')
     source = (cfg.nbs_path/(nb := page.with_suffix('.ipynb'))).read_text(encoding='utf-8')
@@ -79,6 +98,14 @@ def finished(text, page):
     links += f'<a href="{nb.name}" download>Download the notebook</a>'
     title = r'(?s)(<header id="title-block-header".*?)(?=</header>)'
     return re.sub(title, rf'\1<p class="notebook-links">{links}</p>', text.replace('#LNone', ''), count=1)
+
+def folded(text):
+    "Fold what is for developers, the end of a reader's page, and leave it out of `On this page`"
+    at,end = text.find('<section id="how-it-works" class="level2">'),text.rfind('</main>')
+    if at<0: return text
+    head = '<details class="developers"><summary>How it works, for developers</summary>'
+    text = text[:at]+head+text[at:end]+'</details>'+text[end:]
+    return re.sub(r'(?s)(<nav id="TOC".*?)<li><a href="#how-it-works".*?(</ul></nav>)', r'\1\2', text, count=1)
 
 def broken_at_dots(m):
     "Let a long name in `On this page` break behind its dots"
@@ -99,6 +126,8 @@ def stacked(m, width=50):
     "Name the column in each cell of a table with more text than fits on a phone: there `styles.css` stacks its cells"
     rows = [re.findall(r'<t[hd]\b.*?</t[hd]>', o, flags=re.S) for o in re.split(r'<tr\b', m[0])[1:]]
     texts = [[html.unescape(re.sub('<[^>]*>', '', o)).strip() for o in r] for r in rows]
+    # numbers are compared in a table that scrolls
+    if all(len(o)<=7 for t in texts[1:] for o in t[1:4]): return m[0]
     if len({*map(len, rows)})>1 or sum(2+min(30, max(map(len, o))) for o in zip(*texts))<=width: return m[0]
     body = [t for t,r in zip(texts, rows) if '<td' in ''.join(r)]
     names,firsts = texts[0],[t[0] for t in body if t[0]]

@@ -8,6 +8,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/core.html.md"""
 __all__ = ['AccumulateStep', 'turn_on_accumulation', 'turn_off_accumulation', 'accumulation']
 
 # %% ../nbs/core.ipynb #5217068d
+from contextlib import ContextDecorator
 from functools import wraps
 from fastai.basics import *
 from .loop import WindowCallback,in_charge
@@ -23,17 +24,16 @@ class AccumulateStep(WindowCallback):
     Give `n_step` or `n_samples`. A wrong argument raises an error at once, a wrong learner in `fit`.
     https://fastai-accum.github.io/fastai_accum/core.html"""
     name = 'accumulate_step'   # subclasses have the same name
+    @named
     def __init__(self,
         n_step:int|Callable|None=None, # Micro-batches in a window, or a schedule `pct -> int`
         *,
         n_samples:int|Callable|None=None, # Or the samples in a window, or a schedule `pct -> int`
         average:bool|None=None, # `True` averages, `False` sums; `None` sums if the loss does by default
-        drop_last:bool|None=None, # `True` drops the tail, `False` steps on it; `None`: as the loader
+        drop_last:bool|None=None, # `True` drops a last window that is not full, `False` steps on it; `None`: as the loader
         weight:Callable|None=None, # `(pred, *yb) -> float`: what your loss divides by
-        **kwargs
     ):
-        refuse_unknown(AccumulateStep, kwargs)
-        store_attr(but='kwargs')
+        store_attr()
         self.check()
 
     def check(self):
@@ -52,14 +52,16 @@ class AccumulateStep(WindowCallback):
 
 # %% ../nbs/core.ipynb #281ba3f7
 @patch
+@named
 @delegates(AccumulateStep)
 def accumulate(self:Learner,
     n_step:int|Callable|None=None, # Micro-batches in a window, or a schedule `pct -> int`
     **kwargs
 )->Learner:
-    """Add an `AccumulateStep` to the learner, in place of an earlier one
+    """Make one step for several batches of the loader, with the gradient of all their samples
 
-    Example: `learn.accumulate(4).fine_tune(3)`. The arguments are those of `AccumulateStep`.
+    Example: `learn.accumulate(4).fine_tune(3)`. It takes no memory more. Batch norm and dropout see one batch.
+    It adds an `AccumulateStep`, in place of an earlier one, and takes its arguments.
     https://fastai-accum.github.io/fastai_accum/core.html"""
     cb = AccumulateStep(n_step, **kwargs)
     return self.remove_cbs(self.cbs.filter(risinstance(AccumulateStep))).add_cb(cb)
@@ -86,6 +88,7 @@ def _skips(dl):
         return any(dl.do_item(int(i)) is None for i in np.linspace(0, n-1, min(n, max(dl.bs or 1, 16))))
 
 @patch
+@named
 def n_steps(self:Learner,
     n_epoch:int=1 # Epochs of the fit
 )->int:
@@ -118,13 +121,17 @@ class _On:
     "Says what is on; in a `with` statement, names the function for a block"
     def __init__(self, acc, before): store_attr()
     def __repr__(self): return f'{self.acc!r} in every fit, until turn_off_accumulation()'
-    def __enter__(self):
+    def refuse(self, *_):
         defaults.accumulation[-1].kwargs = self.before
-        raise TypeError("turn_on_accumulation: it stays on, so it makes no block; write "
-                        f"`with accumulation({arguments(self.acc)}):`")
+        args = arguments(self.acc)
+        raise TypeError("turn_on_accumulation: it stays on, so it is no callback and makes no block; write "
+                        f"`learn.accumulate({args})` or `with accumulation({args}):`")
+    __enter__ = refuse
+    learn = property(noop, refuse)   # which a learner sets in its callbacks
     def __exit__(self, *exc): pass
 
 # %% ../nbs/core.ipynb #cdb0e41a
+@named
 @delegates(AccumulateStep)
 def turn_on_accumulation(
     n_step:int|Callable|None=None, # Micro-batches in a window: a number, or a schedule `pct -> int`
@@ -145,7 +152,23 @@ def turn_off_accumulation():
     defaults.accumulation[-1].kwargs = None
 
 # %% ../nbs/core.ipynb #295d3d6d
-@contextmanager
+class _Block(ContextDecorator):
+    "What `accumulation` returns: a context, which warns if it was none"
+    used = False
+    def __init__(self, kwargs): self.kwargs = kwargs
+    def __repr__(self): return f'accumulation: for a block only; write `with accumulation({self.args}): learn.fit(1)`'
+    @property
+    def args(self): return arguments(AccumulateStep(**self.kwargs))
+    def __call__(self, f): self.used = True; return super().__call__(f)
+    def _recreate_cm(self): return _Block(self.kwargs)   # for each call of a function that it decorates
+    def __enter__(self):
+        self.used,self.block = True,SimpleNamespace(kwargs=self.kwargs)
+        defaults.accumulation.append(self.block)
+    def __exit__(self, *exc): defaults.accumulation[:] = [o for o in defaults.accumulation if o is not self.block]
+    def __del__(self):
+        if not self.used: warn(repr(self))
+
+@named
 @delegates(AccumulateStep)
 def accumulation(
     n_step:int|Callable|None=None, # Micro-batches in a window: a number, or a schedule `pct -> int`
@@ -155,12 +178,9 @@ def accumulation(
 
     Example: `with accumulation(4): learn.fit(1)`. The arguments are those of `AccumulateStep`.
     https://fastai-accum.github.io/fastai_accum/patch.html"""
-    block = SimpleNamespace(kwargs=None)
-    defaults.accumulation.append(block)
-    try:
-        turn_on_accumulation(n_step, **kwargs)
-        yield
-    finally: defaults.accumulation[:] = [o for o in defaults.accumulation if o is not block]
+    kwargs = dict(n_step=n_step, **kwargs)
+    AccumulateStep(**kwargs)   # raises an error for a wrong argument
+    return _Block(kwargs)
 
 # %% ../nbs/core.ipynb #d00f882c
 class _OfOneFit(AccumulateStep):
@@ -181,3 +201,22 @@ def fit(self, n_epoch, lr=None, wd=None, cbs=None, *args, **kwargs):
     try: return _fastais(self, n_epoch, lr, wd, cbs+[acc], *args, **kwargs)
     finally: self.accumulate_step = acc   # fastai has removed it; keep it for its counts
 Learner.fit.fastais = _fastais
+
+# %% ../nbs/core.ipynb #cexport2
+_exports = getattr(Learner.export, 'fastais', Learner.export)
+
+def _is_ours(cb): return any(o.__module__.startswith('fastai_accum.') for o in type(cb).__mro__)
+
+@patch_to(Learner)
+@wraps(_exports)
+def export(self, *args, **kwargs):
+    was,ours = self.cbs,self.cbs.filter(_is_ours)
+    left = {k:vars(self).pop(k) for k,v in [*vars(self).items()] if isinstance(v, Callback) and _is_ours(v)}
+    self.cbs = was.filter(_is_ours, negate=True)
+    for o in ours: o.learn = None
+    try: return _exports(self, *args, **kwargs)
+    finally:
+        self.cbs = was
+        for o in ours: o.learn = self
+        vars(self).update(left)
+Learner.export.fastais = _exports

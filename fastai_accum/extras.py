@@ -13,7 +13,7 @@ from fastai.basics import *
 from torch.nn.parallel import DistributedDataParallel
 from .loop import in_charge,parameters,window_callbacks
 from .private import AnyBatchNorm
-from .refusals import is_validation
+from .refusals import is_validation,named
 
 # %% ../nbs/extras.ipynb #a826efc7
 class GradAccumDtype(Callback):
@@ -24,6 +24,7 @@ class GradAccumDtype(Callback):
     https://fastai-accum.github.io/fastai_accum/howto/stable_training.html#sums-in-float32"""
     order = -math.inf   # so all other callbacks see complete gradients
     run_valid = False
+    @named
     def __init__(self,
         dtype:torch.dtype=torch.float32 # Dtype of the sums; parameters that are more precise keep theirs
     ):

@@ -61,8 +61,8 @@ class WindowCallback(Callback):
         if vars(self).pop('before_backward', None) and has_own_loop(self.learn):
             warnings.warn(_own_loop.format(self), stacklevel=2)
         if 2*made>=n or 'lr_finder' in vars(self.learn): return
-        warnings.warn(f"{self}: the fit has made {made or 'no'} steps in {n} windows: the others were cancelled, or "
-                      "have the weight 0. If a callback accumulates by itself, remove it", stacklevel=2)
+        warn(f"{self}: the fit has made {made or 'no'} step{'s'*(made!=1)} in {n} windows: the others were cancelled, or "
+             "have the weight 0. If a callback accumulates by itself, remove it")
 
     def before_fit(self): self.begin()
     def own_loop(self): raise RuntimeError(_own_loop.format(self))   # stands at `before_backward` until a window comes
@@ -124,8 +124,8 @@ def begin(self:WindowCallback):
     "Refuse what cannot work, and begin to count"
     learn = self.learn
     if learn is None:
-        raise ValueError(f"{self}: this instance was in the learner twice; "
-                         "remove it, and add it anew")
+        raise ValueError(f"{self}: this instance was in the learner twice, or not added with "
+                         "`add_cb`; remove it, and add it anew")
     if is_validation(learn): return
     self.check()
     check_learner(self, learn)

@@ -45,6 +45,7 @@ class MicroBatch(WindowCallback):
     _stateattrs = 'window','group','mode','kept','can_change'
     fits = {}                # how many samples fit, if a batch does not, by `learn.training`
 
+    @named
     def __init__(self,
         bs:int|str='auto', # Samples in a slice; `'auto'` starts with the whole batch, and halves it if memory runs out
         *,
@@ -54,10 +55,8 @@ class MicroBatch(WindowCallback):
         split:Callable|None=None, # `(batch, bs) -> slices`, if the samples are not along the first dimension
         weight:Callable|None=None, # `(pred, *yb) -> float`, what your loss divides by, if it averages over something other than samples
         prove:bool=True, # With coupled and exact, prove before the first step that the training is the same
-        **kwargs
     ):
-        refuse_unknown(MicroBatch, kwargs)
-        store_attr(but='kwargs')
+        store_attr()
         self.check()
         self.fits = {}
 
@@ -74,17 +73,20 @@ class MicroBatch(WindowCallback):
 
 # %% ../nbs/microbatch.ipynb #1dc2fc4b
 @patch
+@named
 @delegates(MicroBatch)
 def micro_batch(self:Learner,
     bs:int|str='auto', # Samples in a slice; `'auto'` finds the size
     **kwargs
 )->Learner:
-    "Add a `MicroBatch` in place of an earlier one; example: `learn.micro_batch(16, exact=True).fine_tune(3)`"
+    """Cut each batch of the loader into slices, and make one step for each batch
+
+    Example: `learn.micro_batch(16).fine_tune(3)`, which is exact for a model without batch norm and dropout.
+    With `exact=True` for all models; this is slow (15 times on an H200) and needs RAM.
+    It adds a `MicroBatch`, in place of an earlier one, and takes its arguments.
+    https://fastai-accum.github.io/fastai_accum/howto/split_batches.html"""
     cb = MicroBatch(bs, **kwargs)
     return self.remove_cbs(self.cbs.filter(risinstance(MicroBatch))).add_cb(cb)
-
-@patch
-def microbatch(self:Learner, *args, **kwargs): raise AttributeError("write learn.micro_batch(…), with an underscore")
 
 # %% ../nbs/microbatch.ipynb #cutbegin
 @patch
@@ -105,8 +107,8 @@ def begin(self:MicroBatch):
     if self.bs!='auto' and bs and self.bs>=bs:
         is_alone = in_charge(learn) is self
         more = "; for steps of more samples than a batch has, add AccumulateStep"*is_alone
-        warnings.warn(f"MicroBatch: bs={self.bs} is not below the batch size {bs} of the loader, so no batch of "
-                      f"the training is cut{more}", stacklevel=2)
+        warn(f"MicroBatch: bs={self.bs} is not below the batch size {bs} of the loader, so no batch of "
+             f"the training is cut{more}")
 
 # %% ../nbs/microbatch.ipynb #cutslice
 @patch
@@ -157,9 +159,9 @@ def warn(self:MicroBatch, learn):
     if n<=self.most(learn, n) or self.warned: return
     self.warned = True
     hint = 'leave out coupled and exact' if learn.training else 'pass valid=False'
-    warnings.warn(f"MicroBatch: a batch of {n} samples was not cut, because the model got other inputs: "
-                  "from a forward pre-hook, or because it was called in another way. Change the inputs "
-                  f"in `before_batch`, or {hint}", stacklevel=2)
+    warn(f"MicroBatch: a batch of {n} samples was not cut, because the model got other inputs: "
+         "from a forward pre-hook, or because it was called in another way. Change the inputs "
+         f"in `before_batch`, or {hint}")
 
 # %% ../nbs/microbatch.ipynb #e56dc4e3
 @patch

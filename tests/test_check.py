@@ -233,14 +233,19 @@ cases = dict(
     sparse=(lambda: embeddings(AccumulateStep(2)), 'batch norm 2'),
     slices=(lambda: learner(net(bn()), cbs=[MicroBatch(4), Callback(before_batch=lambda cb: print('batch'))]),
             'batch norm 1'),
-    window_of_exact=(lambda: learner(net(bn()), cbs=[AccumulateStep(2), MicroBatch(4, exact=True)]), 'batch norm 1'),
+    window_of_exact=(lambda: learner(net(bn()), cbs=[AccumulateStep(2), MicroBatch(4, exact=True)]), 'batch norm 1',
+                     'load batches of 16 in place of AccumulateStep\n'),
     dropout=(lambda: learner(net(nn.Dropout(.3))), 'dropout 1'),
     coin=(lambda: learner(net(coin())), 'dropout 1'),
     recomputed=(lambda: again(True), 'dropout 0.m.1'), recomputed_too=(lambda: again(False), 'dropout 0.m.1'),
     blocks=(lambda: blocks(AccumulateStep(2)), 'batch norm 0.1, dropout 0.3',
-            'learn.gradient_checkpointing() or learn.micro_batch('),
+            'in place of AccumulateStep, and write `learn.gradient_checkpointing()`\nif that does not fit: `learn.micro_batch('),
     checkpointing=(lambda: blocks(AccumulateStep(2), GradientCheckpointing()), 'batch norm 0.1, dropout 0.3',
-                   'exact=True and GradientCheckpointing cannot be combined'),
+                   'load batches of 16 in place of AccumulateStep, if memory allows: you have GradientCheckpointing\n'
+                   'if that does not fit: `learn.micro_batch(8, exact=True)` in place of GradientCheckpointing'),
+    cut_and_checkpointing=(lambda: blocks(MicroBatch(4), GradientCheckpointing()), 'batch norm 0.1, dropout 0.3',
+                           'leave out MicroBatch, if memory allows: you have GradientCheckpointing\n'
+                           'if that does not fit: `learn.micro_batch(4, exact=True)` in place of GradientCheckpointing'),
     offloading=(lambda: blocks(AccumulateStep(2), OffloadActivations()), 'batch norm 0.1, dropout 0.3'),
     rmse=(lambda: learner(loss=rmse, y=targets()), 'loss rmse'),
     masked=(lambda: learner(loss=masked), 'loss masked'), one_of_64=(one_of_64, 'loss masked'),
@@ -252,7 +257,7 @@ cases = dict(
     longer_and_longer=(lambda: lengths(lambda i: 1+i//6), 'loss padded_mean'),
     again_and_again=(lambda: lengths(lambda i: 1+i//2%8), 'loss padded_mean'),
     one_short=(lambda: lengths(lambda i: 8-(i==9)), 'loss padded_mean'),
-    uncut=(lambda: unlabelled(AccumulateStep(2), loss=lambda p: p.pow(2).mean().sqrt()), 'loss both', 'pass weight='),
+    uncut=(lambda: unlabelled(AccumulateStep(2), loss=lambda p: p.pow(2).mean().sqrt()), 'loss both', 'pass `weight=`'),
     mixup=(lambda: learner(loss=CrossEntropyLossFlat(), cbs=MixUp()), 'augmentation MixUp'),
     **{f'draws_of_{k}': (lambda f=f: in_order(DrawsInBatch(f), AccumulateStep(2), bs=8), 'augmentation DrawsInBatch')
        for k,f in dict(numpy=np.random.rand, python=random.random, torch=lambda: torch.rand(1).item()).items()},
@@ -284,33 +289,38 @@ def moves_small(cb):
     "As an augmentation that acts at random, it leaves the large batch alone"
     if len(cb.xb[0])<=8: cb.learn.xb = cb.xb[0]+1,
 
-after = 'let it act in `before_step`, where the gradient is that of the window; or '   # for callbacks, it comes first
-def is_line(o): return o.startswith('learn.')
+def lines_of(o): return re.findall('`(learn[.].*?[)])`', o.remedy.partition('do nothing')[0])
 
-advice = {'callback':after, 'batch norm':'BatchNormEval()', 'dropout':'do nothing', 'unknown':'rewrite the module',
-          'loss':'weight=, a function (pred, *yb) that returns what your loss divides by',
-          'backward':'add to the gradients that are there'}
+advice = {'callback':'let it act in `before_step`, where the gradient is that of the window',
+          'batch norm':'BatchNormEval())` 4.2', 'dropout':'do nothing', 'unknown':'rewrite the module',
+          'loss':'`weight=`, a function (pred, *yb) that returns', 'backward':'add to the gradients that are there'}
 
 @pytest.mark.parametrize('case', cases)
 def test_causes(case, capsys, recwarn):
     """Each cause is found, and each line that is named is applied and checked again, if not a person has to write it.
-    The check neither prints nor warns, and what `AccumulateStep` says once is still to come"""
+    The check does not warn, and what `AccumulateStep` says once is still to come. A learner that is right gets no line"""
     make,expected,*says = cases[case]
     learn,said = make(),set(the_refusals._noted)
+    if not learn.cbs.filter(lambda o: hasattr(type(o), 'train_epoch')): learn.accumulate(2)
     capsys.readouterr()
     check = checked(learn)
     assert ', '.join(f'{o.kind} {o.where}' for o in check.causes)==expected, check
     assert check.error>1e-8 and all(o.error>1e-8 and advice.get(o.kind, '') in o.remedy for o in check.causes)
-    assert not any(capsys.readouterr()) and set(the_refusals._noted)==said
+    assert capsys.readouterr()==(f'{check}\n', '') and set(the_refusals._noted)==said
     assert not any('AccumulateStep' in str(o.message) for o in recwarn)
     if says:
-        assert all(says[0] in o.remedy for o in check.causes), check
-        if not any(is_line(o.remedy) for o in check.causes): return
-    lines = [first(o.remedy.removeprefix(after).split('; or '), is_line).split(' instead of')[0] for o in check.causes]
-    lines = [o for o in lines if 'exact' in o][:1] or [o for o in lines if 'coupled' in o][:1] or lines
-    learn.remove_cbs(learn.cbs.filter(risinstance((AccumulateStep,MicroBatch))))
-    eval(lines[0].split(' or ')[-1])   # the last one cuts
+        assert all(says[0] in o.remedy+check.compared for o in check.causes), check
+        if not any(map(lines_of, check.causes)): return
+    lines = [o for c in check.causes for o in lines_of(c) if 'micro_batch' in o]
+    if not lines: return   # the window alone is to go
+    learn.remove_cbs(learn.cbs.filter(risinstance((AccumulateStep,MicroBatch,GradientCheckpointing))))
+    eval(first(lines, lambda o: 'exact' in o) or lines[0])
     clean(learn.check_accumulation())
+
+def test_a_learner_that_is_right_gets_no_remedy():
+    check = learner(net(bn(), nn.Dropout())).check_accumulation()
+    assert len(check.causes)==2 and not any(o.remedy for o in check.causes) and '->' not in repr(check)
+    assert 'what to write' not in check._repr_html_() and check.title.startswith('Nothing is wrong')
 
 def hardest(p, y): return each_ce(p, y).topk(max(1, len(y)//2)).values.mean()
 def above(p, y):
@@ -342,7 +352,7 @@ def test_says_what_the_training_does(k):
     if not differs: clean(check); return close(trained(learn), large)
     assert rel(trained(learn), large)[0]>1e-6
     assert [(o.kind,o.where) for o in check.causes]==[('backward',k)]
-    assert 'learn.micro_batch(4, coupled=True) instead of AccumulateStep' in check.causes[0].remedy
+    assert 'in place of AccumulateStep, and write `learn.micro_batch(4, coupled=True)`' in check.causes[0].remedy
     close(trained(make(MicroBatch(4, coupled=True), bs=16)), large)
 
 @each(cb=[GradientCheckpointing,OffloadActivations], make=[blocks,partial(unlabelled, bs=16)])
@@ -382,7 +392,7 @@ def gan():
 refusals = dict(
     **{f'fit_{k}': (lambda k=k: jacobian(**{k:True}),   # not PyTorch's error alone
                     f'{k}=True is not possible.*saved tensor hooks.*in its place') for k in ('coupled','exact')},
-    fit_buffer=(moves, 'exact=True is not possible: .*leaves something else behind: model.n'),
+    fit_buffer=(moves, 'exact=True is not possible: .*gives other values: model.n'),
     one=(lambda: learner(bs=1, n=1), 'has 1 sample, and at least 2'),
     nan=(lambda: learner(loss=lambda p,y: (p*math.nan).mean()), 'is zero or not finite'),
     zero=(lambda: learner(loss=lambda p,y: F.cross_entropy(p, y).clamp(max=1e-9)), 'is zero or not finite'),
@@ -521,14 +531,14 @@ def other_lengths():
 whole = 'Nothing is wrong: your learner trains on whole batches'
 shown = dict(
     differs=(lambda: learner(net(bn()), lambda p,y: masked(p, y)), f'{whole}. Micro-batches would not give the same',
-             'batch norm', '-> learn.micro_batch(4, exact=True)', '15 samples'),
+             'batch norm', 'batch norm: ', '15 samples'),
     plain=(learner, f'{whole}. Micro-batches would give the same gradient',
            'Compared: one step on 15 samples of the first 3 training batches',
            'AccumulateStep(n_step=2) as an example'),
     windows=(lambda: learner(cbs=AccumulateStep(2)), 'The micro-batches give the same gradient',
              'the error is'),
     cuts_nothing=(lambda: learner(net(bn()), cbs=MicroBatch(8)), f'{whole}, since the bs of MicroBatch',
-                  'with MicroBatch(bs=4) as an example', 'learn.micro_batch(4, exact=True);'),
+                  'with MicroBatch(bs=4) as an example'),
     other_lengths=(other_lengths, 'of the first training batch', 'only between batches could not be compared'))
 
 @each(k=shown)
@@ -544,4 +554,22 @@ def test_time_that_is_left(capsys):
     "A line without a number of steps, which nobody knows"
     learner(net(bn()), cbs=AccumulateStep(2)).add_cb(ProgressCallback()).check_accumulation()
     said = capsys.readouterr().out
-    assert 'The causes are looked for, about' in said and 's more' in said and 'step' not in said
+    *line,answer = said.rpartition('\r')
+    assert 'The causes are looked for, about' in line[0] and 's more' in line[0] and 'step' not in line[0]
+    assert answer.startswith('The micro-batches do not')
+
+@each(tty=[True,False])
+def test_a_sign_of_life_without_a_bar(tty, capsys, monkeypatch):
+    "In a terminal, where the line can go again; and the answer once, also in a function of a script"
+    monkeypatch.setattr(sys.stdout, 'isatty', lambda: tty)
+    check = learner(cbs=AccumulateStep(2)).check_accumulation()
+    out = capsys.readouterr().out
+    assert out.startswith('\rThe gradients are compared')==tty and out.endswith(f'{check}\n') and out.count(check.title)==1
+
+def test_a_notebook_shows_an_answer_once():
+    "Also above the last line of a cell, and again in a cell that asks for it again"
+    shell = pytest.importorskip('execnb.shell').CaptureShell()
+    shell.run('from fastai_accum.know.check import *; from fastai_accum.know.bench import shown; c = Check(0., [], "x", "title")')
+    for cell,n in ('shown(c); c',1), ('shown(c); 1+1',1), ('c',1), ('def f(): shown(c)\nf()',1), ('shown(c)',1):
+        data = [o.get('data', {}) for o in shell.run(cell)]
+        assert sum('text/html' in o for o in data)==n and not shell.exc, (cell, data)

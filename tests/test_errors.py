@@ -1,7 +1,8 @@
 "Bad input is refused with the argument, the value and what to do, before any weight has moved"
 from harness import *
 from kinds import Odd
-from fastai_accum.memory.offload import OffloadActivations
+from fastai_accum.all import *
+from fastai_accum.core import accumulation_settings
 
 def learner(*cbs, n=64, bs=8, **kwargs): return make_learner(make_dls(n, bs), cbs=cbs, **kwargs)
 
@@ -26,12 +27,13 @@ values = [
     (partial(acc, {0:1, 4:4}), 'got {0: 1, 4: 4}; .*pass a function `pct -> int`'),
     (lambda: acc(learner()), r'got Learner; write learn.accumulate\(4\)'),
     (lambda: cut(learner()), r'got Learner; write learn.micro_batch\(4\)'),
+    (lambda: learner().check_accumulation(acc(4)), r'got AccumulateStep; add it to the learner: `learn.add_cb\(AccumulateStep\(n_step=4'),
     *((partial(f, acc(4)), 'got AccumulateStep; write its `.n_step`') for f in (acc,every))]   # it is no schedule
 
 counts_steps = """n_steps nsteps acc_steps accum accumulation_steps accumulate_grad_batches n_batches num_steps
 gradient_accumulation_steps grad_accum_steps update_freq every_k_schedule n_acc n_micro""".split()
 names = [
-    *((partial(f, **{k:v}), match) for f in (acc,every) for k,v,match in [
+    *((partial(f, **{k:v}), match.replace('AccumulateStep', f.__name__)) for f in (acc,every) for k,v,match in [
         *((k,4,rf"AccumulateStep: .* '{k}'. Did you mean `AccumulateStep\(n_step=4\)`") for k in counts_steps),
         ('n_acc',64,r'or `AccumulateStep\(n_samples=64\)`'),
         ('batch_size',64,r'Did you mean `AccumulateStep\(n_samples=64\)`'),
@@ -44,11 +46,35 @@ names = [
     # what a second argument without a name means, nobody can tell
     (partial(cut, 8, True), 'positional'), (partial(acc, 8, 64), 'positional')]
 
+wrong_calls = [
+    (lambda: learner().accumulate(n_stpe=4), r"learn.accumulate: there is no argument 'n_stpe'. Did you mean `learn.accumulate\(n_step=4\)`"),
+    (lambda: learner().gradient_checkpointing(every=2), r'The arguments are blocks. Example: `learn.gradient_checkpointing\(\)'),
+    (lambda: GradientCheckpointing(every=2), "GradientCheckpointing: there is no argument 'every'. The arguments are blocks"),
+    (lambda: OffloadActivations(pin_memory=True), "no argument 'pin_memory'. It takes none"),
+    (lambda: OffloadActivations('cpu'), '1 without a name are too many'),
+    (lambda: learner().check_accumulation(n_step=4), r'The arguments are bs. Example: `learn.check_accumulation\(\)`'),
+    (lambda: learner().what_fits(gpu=0), r"The arguments are budget. Example: `learn.what_fits\('8GB'\)`"),
+    (lambda: learner().n_steps(n_epochs=3), r'Did you mean `learn.n_steps\(n_epoch=3\)`'),
+    (lambda: learner().noise_scale(bs=64), 'The arguments are n_step, num_it, show_plot'),
+    (lambda: learner(every(4)), r'is no callback .* `learn.accumulate\(n_step=4\)`'),
+    (lambda: learner().fit(1, cbs=[every(4)]), 'is no callback')]
+
 @each(case=[*((ValueError,*o) for o in values), *((TypeError,*o) for o in names),
-            (AttributeError, lambda: learner().microbatch(8), 'write learn.micro_batch')])
+            *((TypeError, *o) for o in wrong_calls), *((AttributeError, partial(lambda k: getattr(learner(), k), k), rf'did you mean learn.{m}\(\)\?$')
+            for k,m in dict(microbatch='micro_batch', micro_batches='micro_batch', accumulate_step='accumulate', offload='offload_activations',
+                            gradient_checkpoint='gradient_checkpointing', check='check_accumulation', what_fit='what_fits').items())])
 def test_arguments(case):
     exc,f,match = case
     with pytest.raises(exc, match=match): f()
+    assert accumulation_settings() is None
+
+def test_warnings_name_the_line(recwarn):
+    "Of the user, and of nobody's library; a block that is none warns"
+    accumulation(4)
+    learner(acc(n_samples=4)).fit(1)
+    learner(cut(16)).fit(1)
+    assert {Path(o.filename).name for o in recwarn}=={'test_errors.py'} and len(recwarn)==3
+    assert 'write `with accumulation(n_step=4)' in str(recwarn[0].message)
 
 def test_integers_of_numpy(): assert acc(np.int64(4)).n_step==4 and type(cut(np.int64(5)).bs) is int
 

@@ -66,14 +66,16 @@ def normed(*cbs, limit=99):
     return make_learner(make_dls(24, 4), model, cbs=cbs, splitter=params)
 
 @pytest.mark.parametrize('cbs,sees,line', [
-    ([MicroBatch(2)], 'MicroBatch(bs=2): batch norm sees 2 samples', 'write learn.micro_batch(2, exact=True)'),
-    ([MicroBatch(2, coupled=True)], 'sees 2 samples', 'write learn.micro_batch(2, exact=True)'),
+    ([MicroBatch(2)], 'MicroBatch(bs=2): batch norm sees 2 samples', 'write `learn.gradient_checkpointing()` in place of MicroBatch\n'
+     '- if that does not fit: `learn.micro_batch(2, exact=True)`\n- do nothing'),
+    ([MicroBatch(2, coupled=True)], 'sees 2 samples', 'fit: `learn.micro_batch(2, exact=True)`'),
     ([AccumulateStep(3)], 'AccumulateStep(n_step=3): batch norm sees 4 samples',
-     'load batches of 12 and write learn.gradient_checkpointing() in place of AccumulateStep'),
-    ([AccumulateStep(n_samples=8)], 'sees 4 samples', 'load batches of 8 and'),
-    ([AccumulateStep(lambda pct: 3)], 'sees 4 samples', 'load the large batch and'),
-    ([AccumulateStep(3),MicroBatch(2)], 'sees 2 samples', 'load batches of 12 and'),
-    ([AccumulateStep(3),MicroBatch(2, exact=True)], 'sees 4 samples', 'load batches of 12 and')], ids=str)
+     'load batches of 12 in place of AccumulateStep, and write `learn.gradient_checkpointing()`'),
+    ([AccumulateStep(n_samples=8)], 'sees 4 samples', 'load batches of 8 in'),
+    ([AccumulateStep(lambda pct: 3)], 'sees 4 samples', 'load the large batch in'),
+    ([AccumulateStep(3),MicroBatch(2)], 'sees 2 samples', 'of 12 in place of AccumulateStep and MicroBatch,'),
+    ([AccumulateStep(3),MicroBatch(2, exact=True)], 'sees 4 samples',
+     'load batches of 12 in place of AccumulateStep\n')], ids=str)
 def test_the_note_comes_once_and_names_the_line(cbs, sees, line, capsys):
     learn = normed(*cbs)
     learn.lr_find(num_it=2, show_plot=False, suggest_funcs=None)

@@ -154,7 +154,7 @@ def test_what_cannot_be_measured(monkeypatch, capsys):
     with pytest.warns(UserWarning, match='noise_scale: .*batch norm.*BatchNormEval'): few(normed)
     for cb in BatchNormEval(),Callback(before_train=lambda cb: cb.model[0].eval()):
         with normed.added_cbs(cb),warnings.catch_warnings(action='error'): few(normed)
-    monkeypatch.setitem(Learner.noise_scale.__globals__, 'num_distrib', lambda: 2)
+    monkeypatch.setitem(inspect.unwrap(Learner.noise_scale).__globals__, 'num_distrib', lambda: 2)
     with pytest.raises(RuntimeError, match='noise_scale: call it in one process'): few(learn)
 
 def test_a_scaler_backs_off():

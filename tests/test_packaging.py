@@ -174,11 +174,46 @@ for name,v in shades.items():
     (folder/'readme.py').write_text(head+images+'dls ='+body+more, encoding='utf-8')
     return folder/'readme.py'
 
+def test_an_exported_learner_needs_no_package(tmp_path):
+    "After each of our callbacks, it predicts the same in a process that cannot import it; the learner trains on as before"
+    head = """import sys
+from fastai.basics import *
+def dls():
+    torch.manual_seed(0)
+    xs = torch.randn(32, 6)
+    dsets = Datasets(range(32), [[lambda i: xs[i]], [lambda i: tensor(i%3)]], splits=[range(32), range(32)])
+    return dsets.dataloaders(bs=8)
+"""
+    train = head+"""from fastai_accum.all import *
+block = lambda: nn.Sequential(nn.Linear(6,6), nn.BatchNorm1d(6), nn.Tanh())
+ours = (AccumulateStep(2),), (MicroBatch(4),), (MicroBatch(4, exact=True),), (GradientCheckpointing(), OffloadActivations()), ()
+for i,cbs in enumerate(ours):
+    model = nn.Sequential(block(), block(), nn.Linear(6,3))
+    learn = Learner(dls(), model, loss_func=CrossEntropyLossFlat(), cbs=cbs)
+    if not cbs: turn_on_accumulation(2)   # the callback of the last fit stays on the learner
+    for _ in range(2):
+        with learn.no_logging(): learn.fit(1)
+        was,attrs = [*learn.cbs],{k for k,v in vars(learn).items() if isinstance(v, Callback)}
+        learn.export(f'{i}.pkl')
+        assert was==[*learn.cbs] and all(o.learn is learn for o in was), was
+        assert attrs=={k for k,v in vars(learn).items() if isinstance(v, Callback)}
+    torch.save(learn.get_preds()[0], f'{i}.pth')"""
+    load = head.replace('import sys', "import sys; sys.modules['fastai_accum'] = None")+"""
+for i in range(5):
+    learn = load_learner(f'{i}.pkl')
+    preds = learn.get_preds(dl=dls().valid)[0]
+    assert torch.allclose(preds, torch.load(f'{i}.pth'), atol=1e-6), i
+print([o for o in sys.modules if o.startswith('fastai_accum')])"""
+    python('-c', train, cwd=tmp_path)
+    assert "['fastai_accum']" in python('-c', load, cwd=tmp_path)
+
 def test_readme_runs(tmp_path):
     "The Python of the README, on images in a folder"
     counts = "\nlearn.fit(1)\nc = learn.accumulate_step.counts; print(c.n_micro, c.n_steps)"
     out = python(first_example(tmp_path, 2, counts), cwd=tmp_path)
     assert out.count('batch norm sees')==1 and 'batch norm sees 16 samples' in out, 'beside `AccumulateStep` only'
+    assert out.count('if memory allows: you have GradientCheckpointing')==3, 'the note, and two causes that are printed'
+    assert 'cannot be combined' not in out and 'write `learn.gradient_checkpointing()`' not in out
     assert out.split()[-2:]==['4','1'], 'an epoch of 76 images in batches of 16: one step'
 
 @pytest.mark.parametrize('version', ['3.11','3.12','3.13'])

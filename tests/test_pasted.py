@@ -25,3 +25,17 @@ def test_the_notebook_is_alone(tmp_path):
 def test_no_page_hides_all_warnings():
     "A filter stays for the notebooks that the same process runs later"
     assert not [k for k,o in pages.items() if "filterwarnings('ignore')" in o.read_text(encoding='utf-8')]
+
+def all_code(p): return [o for c in all_cells(p) if c['cell_type']=='code' and (o := ''.join(c['source']))]
+on_colab = {p.relative_to(NBS).with_suffix('').as_posix():p for p in notebooks if '[ -e /content ] && pip install' in p.read_text(encoding='utf-8')}
+
+def test_a_page_with_a_link_to_colab_reads_no_file_of_ours():
+    "`.ci/docs.py` gives the link to pages that install the package, and there they are alone"
+    assert len(on_colab)>15 and not {'index','compared'}&{*on_colab}
+    assert not [k for k,p in on_colab.items() if re.search(r"""['"]\.\.|benchmarks'""", '\n'.join(all_code(p)))]
+
+@pytest.mark.parametrize('name', on_colab if SWEEP else ['patch'])
+def test_a_page_with_a_link_to_colab_runs_alone(name, tmp_path):
+    "With its hidden cells, in an empty folder"
+    error = paste(all_code(on_colab[name]), tmp_path)
+    assert not error, error

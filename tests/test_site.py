@@ -307,8 +307,19 @@ def test_around_the_page(path, page, root):
     text = (SITE/nb).read_text(encoding='utf-8')
     installs = 'pip install -Uqq git+https' in text
     assert links==[colab]*installs+[root+nb.as_posix()], 'Colab needs the line that installs'
-    assert links[:-1] or nb.as_posix() in menus()[1], 'a page for readers opens in Colab'
     assert text==(SITE.parent/'nbs'/nb).read_text(encoding='utf-8')
+
+@on_site
+def test_readers_stop_where_developers_begin(page, root):
+    "What is for developers is folded, and not in the list of the page; a link into it opens it"
+    page.show('know/check.html')
+    names = js(page, "all('#TOC a').map(o => o.innerText)")
+    assert 'What it says' in names and not {'remedy','Cause','How it works'}&{*names}
+    is_open = lambda: js(page, "document.querySelector('details.developers').open")
+    assert not is_open()
+    page.show('know/check.html#remedy')
+    page.wait_for_timeout(300)
+    assert is_open()
 
 @on_site
 @pytest.mark.parametrize('path,height', [('index.html',844), ('know/bench.html',400)])

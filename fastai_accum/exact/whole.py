@@ -36,8 +36,8 @@ class Exact(Coupled):
         self.pad = reads[0].pad_idx if reads else None   # if it reads texts in pieces
         if micro.learn.cbs.filter(risinstance(GradientCheckpointing)):
             raise Refused("MicroBatch: exact=True and GradientCheckpointing cannot be combined; "
-                          "remove GradientCheckpointing, since exact=True keeps the activations "
-                          "on the host already")
+                          "write `learn.remove_cb(GradientCheckpointing)`, since exact=True "
+                          "keeps the activations on the host already")
         refuse(micro.learn.model)
 
     def run(self, learn, forward, xb, parts, sizes):

@@ -6,12 +6,14 @@ Docs: https://fastai-accum.github.io/fastai_accum/know/bench.html.md"""
 
 # %% auto #0
 __all__ = ['marks', 'learner_state', 'own_opt', 'unchanged', 'keep_off', 'Given', 'train_on', 'first_batches', 'said', 'spread',
-           'Step', 'Bench', 'few', 'whole_batches', 'first_error']
+           'Step', 'Bench', 'few', 'whole_batches', 'first_error', 'shown', 'shown_once']
 
 # %% ../../nbs/know/bench.ipynb #4254ae8c
+import builtins,sys
 from contextlib import nullcontext,suppress
 from itertools import islice
 from fastai.basics import *
+from fastcore.imports import ipython_shell
 from ..core import AccumulateStep,added
 from ..devices import Autocast,has_float64,is_out_of_memory
 from ..microbatch import MicroBatch
@@ -278,3 +280,22 @@ def first_error(bench):
                 if err<=bench.tol or bench.is_last: return err
         except ValueError as e: why = e   # batches that cannot be cut
     raise why
+
+# %% ../../nbs/know/bench.ipynb #bshown02
+_seen = []   # the answer that this cell has shown
+
+def _forget(*_): _seen.clear()
+
+def shown(res):
+    "Show the answer `res` now, also in a script, in a function or in the middle of a cell"
+    shell = ipython_shell()
+    if rank_distrib() or not shell and hasattr(sys, 'ps1'): return res   # Python's own prompt will show it
+    (builtins.display if shell else print)(res)
+    if shell:
+        _seen[:] = [res]
+        shell.events.register('pre_run_cell', _forget)   # once, however often this runs
+    return res
+
+def shown_once(self):
+    "The `_ipython_display_` of an answer: nothing more in the cell that has shown it"
+    if not any(o is self for o in _seen): raise NotImplementedError   # then, IPython shows it

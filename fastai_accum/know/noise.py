@@ -15,7 +15,7 @@ from ..core import AccumulateStep,added,in_charge
 from .bench import keep_off,unchanged
 from ..proof.guard import Status
 from ..private import AnyBatchNorm
-from ..refusals import check_count,check_learner
+from ..refusals import check_count,check_learner,named,warn
 
 # %% ../../nbs/know/noise.ipynb #6e07457f
 def unbiased(n, weight, sum_sq, mean_sq):
@@ -58,8 +58,8 @@ class Measure(Callback):
 
     def before_train(self):
         if self.epoch or not any(isinstance(m, AnyBatchNorm) and m.training for m in self.model.modules()): return
-        warnings.warn("noise_scale: the model has batch norm, which sees one micro-batch at a time; "
-                      "this biases the noise scale; use BatchNormEval()")
+        warn("noise_scale: the model has batch norm, which sees one micro-batch at a time; "
+             "this biases the noise scale; use BatchNormEval()")
 
     def after_backward(self):
         win,now = in_charge(self.learn).window,self.grads()
@@ -122,6 +122,7 @@ def plot(noise, grad_sq, suggested=None):
 
 # %% ../../nbs/know/noise.ipynb #41f63cab
 @patch
+@named
 def noise_scale(self:Learner,
     n_step:int=8, # Batches of the loader in a window: at least 2
     num_it:int=100, # Number of windows; fewer if four epochs have fewer

@@ -14,12 +14,12 @@ from typing import NamedTuple
 from fastai.basics import *
 from ..core import AccumulateStep
 from ..devices import Autocast,api,counts_memory,free_memory,is_out_of_memory,synchronize
-from .bench import first_batches,said,train_on,unchanged
+from .bench import first_batches,said,shown,shown_once,train_on,unchanged
 from ..memory.checkpointing import GradientCheckpointing
 from ..memory.offload import OffloadActivations
 from ..microbatch import MicroBatch
 from ..proof.guard import Status
-from ..refusals import NotProved,as_line,check_loader,splits_norms
+from ..refusals import NotProved,as_line,check_loader,named,splits_norms
 from ..slices import leaves
 from ..windows import n_of
 
@@ -117,7 +117,7 @@ class Trials:
         if not batches: raise ValueError("what_fits: the loader yields no batch; set a smaller batch size")
         self.batch = max(batches, key=lambda b: sum(math.prod(o.shape) for _,o in leaves(b)))
         self.n = n_of(learn, self.batch)
-        self.status = Status('what_fits', learn, 0)
+        self.status = Status('what_fits', learn, 0, asked=True)
 
     def what_changes(self, cbs):
         "What is not as with the whole batch in a training with `cbs`, in words"
@@ -238,12 +238,15 @@ class Fits(NamedTuple):
     def __repr__(self):
         return f'{self.title}\n\n{self.table.to_string(index=False)}\n\n{self.note}'
 
+    _ipython_display_ = shown_once
+
     def _repr_markdown_(self):
         "The same, as a notebook shows it"
         return f'**{self.title}**\n\n{self.table.to_html(index=False, border=0)}\n\n{self.note}'
 
 # %% ../../nbs/know/what_fits.ipynb #a397865c
 @patch
+@named
 def what_fits(self:Learner,
     budget:int|str|None=None, # Bytes of a step, or `'8GB'`; `None`: what is free on a GPU
 )->Fits: # The result, which a notebook shows as a table
@@ -267,4 +270,4 @@ def what_fits(self:Learner,
         t.status.end()
     note = f'Memory is the peak of a step on {t.n} samples, the largest batch of three.'
     left_out = ', '.join(f"{' and '.join(lines)} ({why})" for why,lines in t.left_out.items())
-    return Fits(t.rows, t.budget, note + f' Left out: {left_out}.'*bool(left_out))
+    return shown(Fits(t.rows, t.budget, note + f' Left out: {left_out}.'*bool(left_out)))

@@ -14,7 +14,7 @@ from fastai.basics import *
 from ..devices import has_float64
 from .compare import NotTried,Proof,Trial,compare,look
 from .dry import planning
-from ..refusals import NotProved,as_line,is_a
+from ..refusals import NotProved,as_line,is_a,warn
 from ..state import what_runs
 from ..slices import NotPossible,Refused,is_floating,join,leaves,n_rows,slices,tree_map
 from ..windows import n_of
@@ -127,7 +127,7 @@ def _blamed(ways, prove):
 # %% ../../nbs/proof/guard.ipynb #b3e3dd77
 def _tell(way, proof, looked, took):
     "Say what was found"
-    if not proof.n: return warnings.warn(f"{_not_tried(way, proof)}. So {_unknown}", NotProved)
+    if not proof.n: return warn(f"{_not_tried(way, proof)}. So {_unknown}", NotProved)
     if rank_distrib(): return
     seen = ''
     if looked and looked.n:
@@ -148,8 +148,8 @@ def _refuse(way, model, proof, prove):
     "Raise the error for what was found; `prove` finds out what is exact"
     e,where = proof.raised,_where(model, proof)
     if isinstance(e, NotPossible): raise Refused(f"{e} (in the {where})") from e
-    found = ', '.join(f'{k} (relative error {v:.2g})' for k,v in proof.differs[:3])
-    how = f"raises {type(e).__name__}: {e}" if e else f'leaves something else behind: {found}'
+    found = ', '.join(f'{k} (off by {v:.2g})' for k,v in proof.differs[:3])
+    how = f"raises {type(e).__name__}: {e}" if e else f'gives other values: {found}'
     others = [(f'{w.who}()', prove(lambda size=2: [w])) for w in way.instead()]
     lines = [line for line,o in others if o.n and not o.fails] + ['OffloadActivations()']
     raise Refused(f"{way.who} is not possible: {proof.of} the model {how}. It begins in the {where}. "
@@ -184,9 +184,11 @@ def has_bar(cb): return type(cb).__name__=='ProgressCallback'   # an import adds
 class Status:
     "Says about how long `what` will take, in a line that goes again; `n` is about how many steps it has"
     width = 0
-    def __init__(self, what, learn, n):
+    def __init__(self, what, learn, n, asked=False):
         self.begin(what, n)
-        self.out = sys.stdout if learn.cbs.filter(has_bar) and not rank_distrib() else None
+        # who has asked for an answer waits for it, also without a bar, where a line can go again
+        is_seen = learn.cbs.filter(has_bar) or asked and (sys.stdout.isatty() or 'ipykernel' in type(sys.stdout).__module__)
+        self.out = sys.stdout if is_seen and not rank_distrib() else None
 
     def begin(self, what, n):
         self.what,self.n,self.done,self.start = what,n,0,time.perf_counter()
