@@ -19,7 +19,7 @@ from ..modes import AtNorms,Coins,InDouble,by_itself,double,middle,modes_stay
 from ..private import grad_hook_dicts,own_backward,plain_backward,uncompiled
 from ..proof.guard import corner
 from ..proof.dry import Record,off,plain_loss
-from ..slices import join,leaves,n_rows,slices,tree_map
+from ..slices import join_batches,leaves,samples,slices,tree_map
 from ..state import State,arrays,everybodys,generators,held,refuse_lazy,seed as seed_all,with_memory
 from ..windows import batch_size,n_of
 
@@ -90,13 +90,12 @@ marks = [lambda y: y!=-100, lambda y: y!=0, lambda y: y>0]   # what a loss may c
 
 def spread(b, n):
     "From the batch `b`, `n` samples with low to high counts; one with the highest comes first"
-    ys = [torch.as_tensor(o) for _,o in leaves(b[::-1]) if o.ndim]   # targets count first
-    counts = [mark(y).reshape(len(y), -1).sum(1).tolist() for mark in marks for y in ys]
-    order = sorted(range(n_rows(b)), key=lambda i: [o[i] for o in counts])
+    def counts(one): return [int(mark(torch.as_tensor(y)).sum()) for mark in marks for _,y in leaves(one[::-1])]
+    found = [counts(o) for o in slices(b, 1)]   # targets count first
+    order = sorted(range(len(found)), key=found.__getitem__)
     *low,high = [order[round(i)] for i in np.linspace(0, len(order)-1, n)]
-    ones = slices(b, 1)
     # the highest ones would be alone in the last micro-batch
-    return join([ones[i] for i in (high,*low)], [1]*n)
+    return samples(b, [high,*low])
 
 # %% ../../nbs/know/bench.ipynb #039f6810
 class Step(Callback):
@@ -184,7 +183,7 @@ class Bench:
 def few(bench):
     "For `Bench.take`, a few samples that differ in what can be counted, then the first ones"
     cut,dls = getattr(bench.cut, 'split', None) or slices,bench.learn.dls
-    def samples(pool, k, chosen, more=''):
+    def some(pool, k, chosen, more=''):
         n = min(bench.most, sum(bench.ns[:k]))
         if n<2: raise ValueError("check_accumulation: the loader has 1 sample, and at least 2 are needed")
         per_batch = 1 + bool(bench.acc and bench.cut)   # micro-batches in a batch of a window
@@ -198,11 +197,11 @@ def few(bench):
     # fastai's text models take the longest text first
     if cut is slices and not hasattr(dls.train, 'sort_func'):
         pool,k = bench.batches[0],1
-        with suppress(ValueError,RuntimeError): pool,k = join(bench.batches, bench.ns),len(bench.ns)
+        with suppress(ValueError,RuntimeError): pool,k = join_batches(bench.batches, bench.ns),len(bench.ns)
         if any(o.ndim==4 and max(o.shape[2:])>32 for _,o in leaves(pool)):
-            yield samples(corner(pool), k, spread, ', of each image a corner of 32 pixels')
-        yield samples(pool, k, spread)
-    yield samples(bench.batches[0], 1, lambda b, n: cut(b, n)[0])
+            yield some(corner(pool), k, spread, ', of each image a corner of 32 pixels')
+        yield some(pool, k, spread)
+    yield some(bench.batches[0], 1, lambda b, n: cut(b, n)[0])
 
 # %% ../../nbs/know/bench.ipynb #bnch0217
 def whole_batches(bench):
@@ -212,7 +211,7 @@ def whole_batches(bench):
     if len(parts)<k: return
     size = min(bench.yours or bench.most, max(1, ns[0]//2)) if bench.cut else max(ns)
     said = f'{k} of the whole training batches, one by one and %s,'
-    with suppress(ValueError,RuntimeError): joined = [join(parts, ns)]
+    with suppress(ValueError,RuntimeError): joined = [join_batches(parts, ns)]
     with suppress(Exception):   # whatever a loader of your own raises, it cannot load other sizes
         large, = bench.drawn(1, k)
         if n_of(bench.learn.dls, large)==sum(ns):
