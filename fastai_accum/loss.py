@@ -50,7 +50,9 @@ def count_samples(
     "The number of samples that have the targets `yb`"
     y = yb[0] if isinstance(yb, tuple) and len(yb) else yb
     if isinstance(y, (Tensor,np.ndarray)) and y.ndim: return y.shape[0]   # most targets, fast
-    return _count(_first(yb), _first(other))
+    y = _first(yb)
+    if isinstance(other, list) and _is_list(y) and len(other)==len(y): other = other,   # an entry for each sample
+    return _count(y, _first(other))
 
 def _count(y, x):
     "The number of samples with the targets `y` and the inputs or predictions `x`"

@@ -12,6 +12,7 @@ from fastai_accum.microbatch import *
 from fastai_accum.slices import *
 from fastai_accum.devices import n_autocast
 from fastai_accum.extras import *
+from fastai_accum.know.check import *
 
 @pytest.fixture(autouse=True)
 def unproved(monkeypatch):
@@ -119,14 +120,76 @@ def test_slices():
     assert a[4]==('a','b','c') and c[4]==('d',) and a[5]['names']==['x']*3
     assert a[5]['more'][0]==['y']*3 and len(c[5]['more'][1])==1
     assert slices((['a','b','c'],), 2)==[(['a','b'],),(['c'],)]
+    for n,bs in (9,8),(20,8),(16,4),(7,3),(5,9):   # of alike size, and as few as there can be
+        sizes = [len(x) for x, in even_slices((torch.ones(n),), bs)]
+        assert sum(sizes)==n and len(sizes)==-(-n//bs) and max(sizes)-min(sizes)<2, (n,bs,sizes)
     assert slices((('a','b'),('c','d')), 1)==[(('a',),('c',)),(('b',),('d',))]   # two inputs, and as many samples
     for o in objects: assert slices((o,torch.ones(4)), 4)[0][0] is o   # it need not be cut
     assert slices((SimpleNamespace(a='text', n=3),torch.ones(4)), 2)[1][0].n==3
 
-def test_joined_entries():
-    assert join([['a','b'],['c']], [2,1])==['a','b','c']
-    boxes = [[dict(boxes=torch.ones(i,4)) for i in range(3)], [dict(boxes=torch.ones(7,4))]]
-    assert [len(o['boxes']) for o in join(boxes, [3,1])]==[0,1,2,7]
+def rows(*shapes): return [torch.ones(o) for o in shapes]
+def record(k): return dict(boxes=torch.ones(k,4), label=torch.tensor(k))
+
+beside = dict(   # what stands beside four samples, and what a slice of two has of it; `None`: nobody knows
+    boxes=(rows((1,4), (3,4), (4,4), (0,4)), 2), box=(rows(*[(1,4)]*4), 2), masks=(rows(*[(9,9)]*4), 2),
+    records=([*map(record, range(4))], 2), alike=([record(4)]*4, 2), some=([*rows((2,4), (4,4)), None, None], 2),
+    labels=([torch.tensor(1)]*4, 2), texts=(tuple('abcd'), 2), levels=(rows((4,8,8), (4,4,4), (4,2,2)), 3),
+    of_one_shape=(rows(*[(4,3)]*5), 5), constants=([*rows((4,2)), torch.tensor(2.), 'text', None], 4),
+    in_a_dict=(dict(boxes=rows(*[(1,4)]*4)), 1), both=(rows(*[(4,3)]*4), None),
+    of_two_sizes=(rows(*[(4,3), (4,2)]*2), None))
+
+@each(k=beside)
+def test_lists(k):
+    "A list has an entry for each sample, or tensors with rows; a batch is cut, or refused by name"
+    o,n = beside[k]
+    for more in [torch.ones(4)], [dict(x=torch.ones(4))]:
+        if n is None:
+            with pytest.raises(ValueError, match='nobody knows whether a list of 4'): slices((*more,o), 2)
+            continue
+        parts = slices((*more,o), 2)
+        assert [len(p[-1]) for p in parts]==[n,n] and n_rows((*more,o))==4
+        whole,was = (first(leaves(x)) for x in (join([p[-1] for p in parts], [2,2]),o))
+        assert whole is was is None or torch.equal(whole[1], was[1])
+
+def test_only_lists():
+    "Images and records, as detectors get them; two inputs; and what may be either"
+    images,targets = rows((3,8,9), (3,9,8), (3,7,7), (3,8,8)),[record(k) for k in range(4)]
+    assert n_rows((images,targets))==4 and [len(o[0]) for o in slices((images,targets), 2)]==[2,2]
+    assert n_rows((targets,))==4 and n_rows((rows((8,2), (8,3)),))==8
+    with pytest.raises(ValueError, match='one row per sample'): n_rows((rows((8,), (8,)),rows((8,), (8,))))
+
+joined = dict(   # predictions for slices, their sizes, and how long they are together; `None`: nobody knows
+    texts=([['a','b'],['c']], [2,1], 3), records=([[record(i) for i in range(3)],[record(7)]], [3,1], 4),
+    points=([rows(*[(5,2)]*4)]*2, [4,4], 8), alike=([[record(2)]*2]*2, [2,2], 4),
+    both=([rows(*[(4,2)]*4)]*2, [4,4], None),
+    sizes_differ=([rows(*[(3,2)]*3), rows((2,2), (2,2))], [3,2], 5), levels=([rows((2,8), (2,4))]*2, [2,2], 2),
+    widths=([rows((2,8), (2,4)), rows((2,5), (2,6))], [2,2], 4), two=([tuple(rows((2,8), (2,8)))]*2, [2,2], 2),
+    of_two_kinds=([tuple(rows((2,8), (2,)))]*2, [2,2], 2))
+
+@each(k=joined)
+def test_joined_lists(k):
+    preds,sizes,n = joined[k]
+    if n is not None: assert len(join(preds, sizes))==n; return
+    with pytest.raises(Refused, match='nobody knows whether pred of 4.*pass another bs'): join(preds, sizes)
+
+def zipped(p, os): return sum((a-(b if isinstance(b, Tensor) else b['box'])).pow(2).mean() for a,b in zip(p, os))/len(p)
+def boxes_of(x, y): return [o.new_ones(1+int(k),3)*o[:3] for o,k in zip(x, y)]
+collates = dict(records=lambda x, y: [dict(box=o[:3], name='a') for o in x], boxes=boxes_of,
+                box=lambda x, y: [*x[:,None,:3]], masks=lambda x, y: [o[:5,None]*torch.ones(3) for o in x])
+
+@each(3, k=collates, coupled=[False,True])
+def test_lists_of_targets(k, coupled):
+    "Slices, windows and the check are exact with them"
+    def dls(n, bs):
+        def collate(os): x,y = map(torch.stack, zip(*os)); return x,collates[k](x, y)
+        data = list(zip(features(n), classes(n)))
+        return DataLoaders(*[DataLoader(data, bs=bs, create_batch=collate) for _ in range(2)])
+    kwargs = dict(dls=dls, loss_func=zipped, fit=lambda l: l.fit(1))
+    alike(MicroBatch(8, coupled=coupled), **kwargs)
+    a,b = train(AccumulateStep(4), bs=8, **kwargs),train(**kwargs)
+    assert_same(a, b, but=('values','final_record'))   # in validation, fastai counts the rows of boxes
+    learn = make_learner(dls(40, 8), cbs=AccumulateStep(4), loss_func=zipped)
+    assert learn.check_accumulation().error<1e-12
 
 uncut = (torch.ones(5), torch.ones(2,5)),(dict(x=torch.ones(5), m=torch.ones(3)),),('text',),(['a','b'],['c']), \
         (nn.utils.rnn.pack_sequence([torch.ones(3),torch.ones(2)]),)

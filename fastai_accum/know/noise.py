@@ -12,7 +12,7 @@ from fastai.basics import *
 from matplotlib.ticker import LogFormatter
 from scipy import stats
 from ..core import AccumulateStep,added,in_charge
-from .bench import keep_off,unchanged
+from .bench import keep_off,stream,unchanged
 from ..proof.guard import Status
 from ..private import AnyBatchNorm
 from ..refusals import check_count,check_learner,named,warn
@@ -151,4 +151,5 @@ def noise_scale(self:Learner,
             self.remove_cbs(self.cbs.filter(risinstance('GradAccumDtype')))
             self.fit(num_it//(n//n_step)+1, cbs=[windows, measure])
     finally: status.end()
+    if said := stream(self.dls): print(f'noise_scale:{said}')
     return report(measure.rows, n_step, n, show_plot)

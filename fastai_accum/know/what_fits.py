@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fastai.basics import *
 from ..core import AccumulateStep
 from ..devices import Autocast,api,counts_memory,free_memory,is_out_of_memory,synchronize
-from .bench import first_batches,said,shown,shown_once,train_on,unchanged
+from .bench import first_batches,said,shown,shown_once,stream,train_on,unchanged
 from ..memory.checkpointing import GradientCheckpointing
 from ..memory.offload import OffloadActivations
 from ..microbatch import MicroBatch
@@ -270,4 +270,5 @@ def what_fits(self:Learner,
         t.status.end()
     note = f'Memory is the peak of a step on {t.n} samples, the largest batch of three.'
     left_out = ', '.join(f"{' and '.join(lines)} ({why})" for why,lines in t.left_out.items())
-    return shown(Fits(t.rows, t.budget, note + f' Left out: {left_out}.'*bool(left_out)))
+    return shown(Fits(t.rows, t.budget, note + f' Left out: {left_out}.'*bool(left_out) + stream(self.dls)))
+
