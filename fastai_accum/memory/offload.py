@@ -95,9 +95,11 @@ class Room:
     gone = high = 0        # bytes that its backward pass has asked for, and the peak without them
     start = None           # what the allocator counted when it began, if it is measured
     asked = True           # whether its backward pass has begun
+    most = None            # `what_fits` sets it for all
     def __init__(self, model, most=None):
         on = accelerators(model)
-        self.most,self.sizes = most and n_bytes(most),[]   # and the largest inputs that were measured
+        if most: self.most = n_bytes(most)
+        self.sizes = []   # of the largest inputs that were measured
         # nobody knows what is free on several devices
         self.device = on[0] if most!=0 and len(on)==1 and hasattr(api(on[0]), 'mem_get_info') else None
 
