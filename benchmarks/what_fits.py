@@ -94,7 +94,8 @@ def pasted(make, device, line):
     try:
         with redirect_stdout(io.StringIO()):
             learn.fit(1, cbs=Stop())
-            return peak_bytes(partial(learn.fit, 2, cbs=NoValid()))   # in the second epoch, the optimizer has its state
+            weights = sum(o.nbytes for o in (*learn.model.parameters(), *learn.model.buffers()))
+            return weights+peak_bytes(partial(learn.fit, 2, cbs=NoValid()))   # in the second epoch, the optimizer has its state
     except Exception as e:
         if not is_out_of_memory(e): raise
 

@@ -4,8 +4,9 @@ import pickle,pytest
 from contextlib import nullcontext
 from harness import *
 from test_checkpointing import Encoder,alike,archs,body,get_learner,others,pair_of,same_bits
-from test_memory import step_bytes
+from test_memory import get_learner as tower_learner,let_go,step_bytes
 from fastai.vision.all import resnet18
+from torch.autograd.graph import saved_tensors_hooks
 from fastai_accum.memory.checkpointing import *
 from fastai_accum.memory.offload import *
 
@@ -17,14 +18,13 @@ def address(t): return t.untyped_storage().data_ptr()
 @contextmanager
 def moved():
     "The addresses and shapes of the tensors that move to the host"
-    res,put = [],Host.put
-    def note(self, t):
-        o = put(self, t)
-        if isinstance(o, Kept): res.append((address(t), t.shape))
-        return o
-    Host.put = note
+    res,move = [],Host._move
+    def note(self, o):
+        if o is not None and o.here is not None and o.t is None: res.append((address(o.here), o.here.shape))
+        move(self, o)
+    Host._move = note
     try: yield res
-    finally: Host.put = put
+    finally: Host._move = move
 
 def any_loss(pred, y): return (pred-y[:,None]).pow(2).mean().sqrt()
 def fits(learn): learn.lr_find(num_it=12, show_plot=False); learn.fit(1); learn.validate(); learn.fit(1)
@@ -111,3 +111,76 @@ def test_memory_of_offload(device, fakegpu):
         return step_bytes(on(learn.add_cb(NoValid())), fakegpu)
     a,b = peak(Learner.offload_activations),peak(noop)
     assert a/b<=.5, f'{a/b:.3f} of what the plain run allocates'
+
+# ---- what fits stays
+
+class Bytes(Callback):
+    "The bytes that go to the host and come back in each step; `at` a step of the fit, `n` bytes are taken for good"
+    order = 1000
+    def __init__(self, at=None, n=0): store_attr(); self.steps,self.taken = [],[]
+    def before_fit(self):
+        self.now,send,start = [0,0],Copies._send,Copies._start
+        def sends(o, t, host): self.now[0] += t.nbytes; send(o, t, host)
+        def starts(o, kept): self.now[1] += kept.t.nbytes; start(o, kept)
+        self.undo = partial(setattr, Copies, '_send', send),partial(setattr, Copies, '_start', start)
+        Copies._send,Copies._start = sends,starts
+    def before_batch(self): self.now[:] = 0,0
+    def after_batch(self):
+        self.steps.append(sum(self.now))
+        if len(self.steps)==self.at: self.taken = torch.empty(self.n, dtype=torch.uint8, device=here.device)
+    def after_fit(self):
+        for f in self.undo: f()
+
+def saved_bytes(learn):
+    "What a step of the model saves: each storage once, without parameters, buffers, the batch and what is small"
+    x,_ = learn.dls.one_batch()
+    learn.model.to(x.device).train()
+    ts = []
+    with saved_tensors_hooks(lambda t: ts.append(t.detach()), noop): learn.model(x)
+    own = {address(o) for o in (*learn.model.parameters(), *learn.model.buffers(), x)}
+    return sum({address(t):t.nbytes for t in ts if address(t) not in own and t.nbytes>=Host.least}.values())
+
+def steps_in(fakegpu, share, *cbs, sizes=(32,)*2, bytes=None, **kwargs):
+    "What moves in each step in `share` of what a plain fit takes at its peak, its weights, and both peaks"
+    def fit(limit=None, *cbs):
+        learn = tower_learner(px=16, **kwargs)
+        xs,ys = learn.dls.one_batch()
+        learn.dls.train = DataLoader([(xs[:n], ys[:n]) for n in sizes], bs=None, device=here.device)
+        learn.add_cbs(cbs)
+        let_go(learn)
+        fakegpu.reset_peak_memory_stats()
+        fakegpu.set_limit(limit)
+        try: learn.fit(2)
+        finally: fakegpu.set_limit(None)
+        let_go(learn)
+        return fakegpu.max_memory_allocated(),weights(learn)
+    peak,plain = fit()
+    bytes = bytes or Bytes()
+    mine,found = fit(int(share*peak), bytes, *cbs)
+    assert all(map(torch.equal, found, plain)) and not fakegpu.races()
+    return bytes.steps,peak,mine
+
+@simulated
+def test_each_tensor_moves_once_and_what_fits_stays(device, fakegpu):
+    saved = saved_bytes(tower_learner(px=16))
+    steps,peak,_ = steps_in(fakegpu, 2, OffloadActivations())
+    assert steps[0]==2*saved and steps[2:]==[0]*2, (saved, steps)   # the second one, with gradients, shows the peak
+    moves = [steps_in(fakegpu, o, OffloadActivations()) for o in (.5,.75,.97)]
+    for share,(steps,_,mine) in zip((.5,.75,.97), moves):
+        missing = (1-.9*share)*peak + 4*2**19   # and four activations, of which some are on their way
+        assert mine<=share*peak and 0<steps[-1]<=2*missing, (share, steps, peak)
+    all_of_it = steps_in(fakegpu, 2, OffloadActivations(room=0))[0]
+    given = steps_in(fakegpu, 2, OffloadActivations(room=int(.9*.75*peak)))[0]
+    assert min(all_of_it)==max(all_of_it) and given[-1]==moves[1][0][-1]
+
+@simulated
+@each(case=[dict(sizes=(4,16,8,32,12)), dict(sizes=(32,16,4)), dict(bytes=Bytes(3, 2**20)), dict(opt_func=Adam)])
+def test_what_comes_later_has_its_room(case, device, fakegpu):
+    "Larger batches, memory that somebody takes in the second epoch, and the state of the optimizer"
+    for share in .5,1.: steps_in(fakegpu, share, OffloadActivations(), **case)
+
+@simulated
+def test_the_share_of_a_process(device, fakegpu, monkeypatch):
+    monkeypatch.setattr(fakegpu, 'get_per_process_memory_fraction', lambda d: .5, raising=False)
+    room = Room(nn.Linear(2,2).to(device))
+    assert room.total()==int(.9*.5*fakegpu.mem_get_info(device)[1])
