@@ -9,8 +9,6 @@ __all__ = []
 
 # %% ../nbs/index.ipynb #cae9a1f5
 import inspect
-from difflib import get_close_matches
-from fastcore.basics import GetAttr
 from fastcore.docments import docments
 from fastai.learner import Learner
 from fastai_accum import core,extras,microbatch
@@ -40,19 +38,3 @@ def _explain(o):
 # %% ../nbs/index.ipynb #25cbaaff
 for _o in [*map(globals().get, __all__), *vars(Learner).values()]:
     if getattr(_o, '__module__', '').startswith('fastai_accum') and _o.__doc__: _explain(_o)
-
-# %% ../nbs/index.ipynb #nomethod
-_methods = [k for k,o in vars(Learner).items() if getattr(o, '__module__', '').startswith('fastai_accum') and o.__doc__]
-
-class NoMethod(AttributeError):
-    "Names the method that is meant, if one is; it looks only if somebody reads the error"
-    def __str__(self):
-        k = self.args[1]
-        near = sorted([o for o in _methods if k in o and len(k)>4 or o in k], key=lambda o: o.find(k))
-        near = near or get_close_matches(k, _methods, 1)
-        return f'{self.args[0]}; did you mean learn.{near[0]}()?' if near else self.args[0]
-
-def _getattr(self, k):
-    try: return GetAttr.__getattr__(self, k)
-    except AttributeError as e: raise NoMethod(str(e), k) from None
-Learner.__getattr__ = _getattr   # `@patch` would make one of this module, too

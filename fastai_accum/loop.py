@@ -65,7 +65,8 @@ class WindowCallback(Callback):
              "have the weight 0. If a callback accumulates by itself, remove it")
 
     def before_fit(self): self.begin()
-    def own_loop(self): raise RuntimeError(_own_loop.format(self))   # stands at `before_backward` until a window comes
+    def own_loop(self):   # stands at `before_backward` until a window comes
+        if has_own_loop(self.learn): raise RuntimeError(_own_loop.format(self))
 
     @property
     def is_boundary(self)->bool:

@@ -23,7 +23,7 @@ from .windows import batch_size
 # %% ../nbs/refusals.ipynb #6ddc79a3
 def warn(msg, category=UserWarning):
     "Warn of the line that the user has written, which is not in our code or in fastai's"
-    f,level = sys._getframe(1),2
+    f,level = inspect.currentframe().f_back,2
     ours = 'fastai_accum','fastai','fastcore','torch','contextlib'
     while f.f_back and f.f_globals.get('__name__', '').partition('.')[0] in ours: f,level = f.f_back,level+1
     warnings.warn(msg, category, stacklevel=level)

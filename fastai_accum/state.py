@@ -33,7 +33,7 @@ class Lent(partial):
         "Put back what was there; whoever has wrapped this, or keeps it, calls the method itself from now on"
         o,name,was = self.o,self.name,self.was
         if vars(o).get(name) is self: _put_in(o, name, was)
-        f,args = (_of_class,(o,name)) if was is None else (was,())
+        f,args = (was,()) if callable(was) else (_of_class,(o,name))
         self.__setstate__((f, args, {}, vars(self)))
 
 def _of_class(o, name, *args, **kwargs): return getattr(type(o), name)(o, *args, **kwargs)

@@ -481,8 +481,9 @@ for name in 'exact','checkpointing':
     learn.dls = DataLoaders.from_dsets(items, items, bs=8, device='cpu')
     learn.fit(1)"""
     res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], cwd=tmp_path, capture_output=True, text=True)
+    # the file has no callback of ours, so it trains plainly
     said = [res.stdout.count(o) for o in ('torch.Size([7, 3])','is proved on your model')]
-    assert said==[2,2], res.stdout+res.stderr
+    assert said==[2,0] and not res.returncode, res.stdout+res.stderr
 
 @each(heads=[(0,1),(1,0,1)])
 def test_several_backward_passes(heads):

@@ -6,8 +6,8 @@ Docs: https://fastai-accum.github.io/fastai_accum/know/bench.html.md"""
 
 # %% auto #0
 __all__ = ['marks', 'learner_state', 'own_opt', 'unchanged', 'keep_off', 'Given', 'train_on', 'first_batches', 'stream', 'said',
-           'spread', 'Step', 'kept_by', 'Early', 'stays_off', 'Bench', 'few', 'whole_batches', 'loaded', 'first_error',
-           'shown', 'shown_once']
+           'spread', 'run_as_it_is', 'Step', 'kept_by', 'Early', 'stays_off', 'Bench', 'few', 'whole_batches', 'loaded',
+           'first_error', 'shown', 'shown_once']
 
 # %% ../../nbs/know/bench.ipynb #4254ae8c
 import builtins,io,sys
@@ -21,12 +21,12 @@ from ..core import AccumulateStep,added
 from ..devices import Autocast,has_float64,is_out_of_memory
 from ..loop import leaves_of
 from ..microbatch import MicroBatch
-from ..modes import AtNorms,Coins,InDouble,but_order,by_itself,double,middle,modes_stay
-from ..private import grad_hook_dicts,own_backward,plain_backward,uncompiled
+from ..modes import AtNorms,Coins,InDouble,but_order,by_itself,double,middle,modes_stay,quiet
+from ..private import grad_hook_dicts,own_backward,plain_backward,split_batch,uncompiled
 from ..proof.guard import corner
 from ..proof.dry import Record,off,plain_loss,sketch
 from ..slices import is_array,is_floating,join_batches,leaves,samples,slices,tree_map
-from ..state import State,arrays,everybodys,generators,held,items,lent,refuse_lazy,seed as seed_all,with_memory
+from ..state import State,arrays,everybodys,generators,held,items,lent,reach,refuse_lazy,seed as seed_all,with_memory
 from ..windows import batch_size,n_of
 
 # %% ../../nbs/know/bench.ipynb #daea15c7
@@ -118,6 +118,13 @@ def spread(b, n):
     return samples(b, [high,*low])
 
 # %% ../../nbs/know/bench.ipynb #039f6810
+def run_as_it_is(learn):
+    "Let the model run once in its own precision: tables that functions keep are then not in float64 after the check"
+    state = learner_state(learn, copies=False)
+    with suppress(Exception),state.untouched(torch.clone),quiet(False),torch.no_grad():   # it comes again
+        split_batch(learn, slices(first_batches(learn.dls.train, 1)[0], 4)[0])
+        learn.model.train()(*learn.xb)
+
 class Step(Callback):
     "Makes a step with what is `on`, and keeps what it leaves in the `record`"
     order = 10_001   # after augmentations, which draw for themselves
@@ -168,7 +175,7 @@ class Step(Callback):
 def kept_by(cb):
     "Sketches of the numbers and tensors that the callback `cb` holds, by their path"
     paths,found = {id(cb):''},{}
-    for o in held(cb, depth=4):
+    for o in reach(cb, hooks=False):
         for k,v in items(o):
             at = f'{paths.get(id(o))}.{k}'
             paths.setdefault(id(v), at)

@@ -14,7 +14,7 @@ from html import escape
 from typing import NamedTuple
 from fastai.basics import *
 from ..devices import is_out_of_memory
-from .bench import Bench,first_error,said,shown,shown_once,stays_off,stream
+from .bench import Bench,first_error,run_as_it_is,said,shown,shown_once,stays_off,stream
 from ..memory.checkpointing import GradientCheckpointing
 from ..microbatch import MicroBatch
 from ..modes import eager,quiet
@@ -269,6 +269,7 @@ def check_accumulation(self:Learner,
     status.say('The gradients are compared')
     res = None
     try:
+        run_as_it_is(self)
         with quiet(),eager(self.model): res = checked(Bench(self, bs, status))
     except Exception as e:
         if not is_out_of_memory(e) or bs<8:
