@@ -17,7 +17,7 @@ from fastai.basics import *
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from ..devices import accelerators,api,has_streams,is_out_of_memory
-from ..private import version
+from ..private import in_vmap,version
 from ..refusals import named
 from ..slices import leaves
 from ..state import lent,refuse_lazy
@@ -60,7 +60,7 @@ def tell_if_here(cb, learn, who):
     print(f"{who} keeps activations in the memory of the host, and the model is on a CPU, so it saves no memory here")
 
 def _forward(host, forward, *args, **kwargs):
-    if not torch.is_grad_enabled(): return forward(*args, **kwargs)
+    if not torch.is_grad_enabled() or in_vmap(): return forward(*args, **kwargs)
     host.begin(args)
     with host.hooks(*args): return forward(*args, **kwargs)
 
@@ -73,7 +73,7 @@ def offload_activations(self:Learner,
     """Train the same, bit for bit, in less memory of the GPU: what the backward pass needs waits in RAM, if it does not fit
 
     Example: `learn.offload_activations().fine_tune(3)`. A ResNet-50 took 0.3 of the memory, 5.9 times the time.
-    It needs about 1.5 times as much RAM, and saves nothing on a CPU; it goes with `learn.gradient_checkpointing()`.
+    It needs RAM for what does not fit, and saves nothing on a CPU; it goes with `learn.gradient_checkpointing()`.
     It adds an `OffloadActivations`, in place of an earlier one.
     https://fastai-accum.github.io/fastai_accum/memory/offload.html"""
     earlier = self.cbs.filter(risinstance(OffloadActivations))

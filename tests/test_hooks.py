@@ -1,0 +1,154 @@
+"""A callback has a hook in the model, or something is replaced in the middle of a fit or for the forward pass only.
+
+Blocks and slices that run again see what the first run saw. Each case is as plain training, or refused by name."""
+import pytest
+from functools import lru_cache
+from harness import *
+from fastai_accum.all import *
+from fastai_accum.slices import Refused
+
+ways = dict(checkpointing=GradientCheckpointing, coupled=lambda: MicroBatch(4, coupled=True),
+            exact=lambda: MicroBatch(4, exact=True))
+slices_refuse = dict(coupled=Refused, exact=Refused)
+
+def net(norm=False):
+    torch.manual_seed(0)
+    def lin(n): return nn.Linear(n, 8, bias=not norm)   # before a batch norm, the gradient of a bias is only rounding
+    inner = [nn.Sequential(lin(8), *([nn.BatchNorm1d(8)] if norm else []), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(lin(6), *inner, nn.Linear(8,3)).double()
+
+def fit(*cbs, make=net):
+    learn = make_learner(make_dls(48, 16, shuffle=False), make(), opt_func=SGD, cbs=cbs, lr=.1, **one_group)
+    seed_all()
+    learn.fit(3)
+    return learn
+
+class Hooked(Callback):
+    "Inside of a block"
+    def before_fit(self):
+        self.n,self.s,self.t = 0,1.,torch.ones(8).double()
+        self.g,self.r = torch.Generator().manual_seed(3),random.Random(1)
+        self.h = self.model[1][0].register_forward_hook(self.f)
+    def before_batch(self): self.p,self.done,self.fs = torch.arange(len(self.y)).roll(3),False,[]
+    def after_fit(self): self.h.remove()
+
+def hooked(f, **more): return type('Hooked', (Hooked,), dict(f=lambda self, m, xs, o: f(self, o), **more))
+def once(self, o):
+    if not self.done: self.done = True; return 1.5*o
+def running(self, o): self.s = .9*self.s+.1*float(o.detach().abs().mean()); return o/self.s
+def in_place(self, o): self.t.mul_(.9).add_(.1*o.detach().abs().mean(0)); return o/self.t
+def counts(self, o): self.n += 1; return o*(1+.01*self.n)
+def keeps(self, o): self.o = o
+def lists(self, o): self.fs.append(o)
+def mean(self, o): self.mu = o.detach().mean()
+def penalty(f):
+    def after_loss(self):
+        if self.training: self.learn.loss_grad = self.loss_grad*f(self)
+    return dict(after_loss=after_loss)
+
+hooks = dict(
+    mixes=(hooked(lambda self, o: .8*o+.2*o[self.p]), slices_refuse),
+    centres=(hooked(lambda self, o: o-.4*o.mean(0)), slices_refuse),
+    running=(hooked(running), slices_refuse),
+    in_place=(hooked(in_place), dict(checkpointing=Refused, **slices_refuse)),
+    in_the_loss=(hooked(mean, **penalty(lambda self: 1+self.mu.abs())), slices_refuse),
+    once=(hooked(once), {}), counts=(hooked(counts), {}),
+    noise=(hooked(lambda self, o: o+.1*torch.randn(8, generator=self.g, dtype=o.dtype)), {}),
+    python=(hooked(lambda self, o: o*(1+self.r.random())), {}),
+    keeps=(hooked(keeps, **penalty(lambda self: 1+self.o.mean(0).pow(2).sum())), {}),
+    lists=(hooked(lists, **penalty(lambda self: 1+torch.cat(self.fs).mean(0).pow(2).sum())), {}),
+    looks=(hooked(mean), {}), rows=(hooked(lambda self, o: 1.2*o), {}))
+
+def is_right(way, refused, run):
+    plain = run()
+    if way in refused:
+        with pytest.raises(refused[way], match='GradientCheckpointing|MicroBatch'): run(ways[way]())
+    else: assert_same(run(ways[way]()), plain)
+
+@pytest.mark.filterwarnings('ignore::fastai_accum.refusals.NotProved')
+@pytest.mark.parametrize('way', ways)
+@pytest.mark.parametrize('hook', hooks)
+def test_hooks_of_callbacks(hook, way):
+    make,refused = hooks[hook]
+    is_right(way, refused, lambda *cbs: fit(*cbs, make()))
+
+def at(f, event='before_batch', n=0):
+    "In the second epoch, at its `n`th batch"
+    def g(cb):
+        if cb.training and cb.epoch==1 and (event!='before_batch' or cb.iter==n): f(cb.learn)
+    return lambda: [Callback(**{event:g})]
+def within(do, undo):
+    return lambda: [Callback(before_batch=lambda cb: do(cb.model), after_pred=lambda cb: undo(cb.model))]
+
+def statistics(learn):
+    for k in 'running_mean','running_var': setattr(learn.model[1][1], k, getattr(learn.model[1][1], k)+1)
+def another_model(learn):
+    learn.model = deepcopy(learn.model)
+    learn.opt.param_lists = L([L(learn.model.parameters())])
+def another_layer(learn): learn.model[2][-1] = nn.Sigmoid()
+def another_forward(learn): f = learn.model[2].forward; learn.model[2].forward = lambda x: f(x)-.1
+def mixing_forward(learn): f = learn.model[2].forward; learn.model[2].forward = lambda x: f(x)-f(x).mean(0)
+def mixing_hook(learn): learn.model[1][0].register_forward_hook(lambda m, xs, o: o-.3*o.mean(0))
+def forward_of_a_batch(m): m.was = m[2].forward; m[2].forward = lambda x: m.was(x)*1.3
+def own_forward(m): m[2].forward = m.was
+def weight_of_a_batch(m): m.w = m[2][0].weight; m[2][0].weight = nn.Parameter(m.w.detach()*1.1)
+def own_weight(m): m[2][0].weight = m.w
+
+with_norm = partial(net, True)
+changes = dict(   # what, the model, and who refuses it; slices of `coupled` see their own batch norm
+    statistics=(at(statistics, 'before_train'), with_norm, {}),
+    another_model=(at(another_model, 'before_train'), with_norm, {}),
+    another_layer=(at(another_layer, n=1), net, {}), another_forward=(at(another_forward, n=1), net, {}),
+    mixing_forward=(at(mixing_forward, n=1), net, slices_refuse),
+    mixing_hook=(at(mixing_hook, n=1), net, slices_refuse),
+    eps=(within(lambda m: setattr(m[1][1], 'eps', .5), lambda m: setattr(m[1][1], 'eps', 1e-5)), with_norm, {}),
+    mode=(within(lambda m: m[1].eval(), lambda m: m[1].train()), with_norm, {}),
+    forward=(within(forward_of_a_batch, own_forward), net, {}), weight=(within(weight_of_a_batch, own_weight), net, {}))
+
+cases = [(k,w) for k,(_,make,_) in changes.items() for w in ways if w!='coupled' or make is net]
+
+@pytest.mark.parametrize('change,way', cases)
+def test_changes_in_a_fit(change, way):
+    cbs,make,refused = changes[change]
+    is_right(way, refused, lambda *more: fit(*more, *cbs(), make=make))
+
+def test_a_retry_puts_callbacks_back():
+    "Memory runs out in the first attempt: what a callback holds is as if that attempt had not been"
+    class Full(nn.Module):
+        def __init__(self, most): super().__init__(); self.n,self.most = net(),most
+        def forward(self, x):
+            y = self.n(x)
+            if self.training and y.requires_grad and len(x)>self.most: y.register_hook(self.out)
+            return y
+        def out(self, g): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')
+    class Ema(Callback):
+        run_valid = False
+        def before_fit(self): self.m = torch.zeros(3).double()
+        def after_pred(self):
+            self.m.mul_(.8).add_(.2*self.pred.detach().mean(0))
+            self.learn.pred = self.pred-self.m
+    for kw in dict(coupled=True),dict(exact=True):
+        cut = fit(MicroBatch(prove=False, valid=False, **kw), Ema(), make=partial(Full, 6))
+        assert_same(cut, fit(Ema(), make=partial(Full, 99)))
+
+def test_nothing_stays_in_a_cache():
+    "A table of a function is in float32 after a proof and a check, and a list that refuses to be cleared is put back"
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a,self.b = nn.Linear(6,8),nn.Sequential(nn.Linear(8,3), nn.Tanh())
+            self.t = lru_cache(partial(torch.linspace, 0, 1))
+        def forward(self, x): return self.b(self.a(x)+self.t(8))
+    class Log(list):
+        def clear(self): raise TypeError('a log is not cleared')
+    def run(*cbs, check=False):
+        dls = make_dls(48, 16, x=features(48).float(), shuffle=False)
+        log = Callback(before_batch=lambda cb: cb.log.append(1))
+        learn = make_learner(dls, Table(), opt_func=SGD, cbs=[*cbs, log], **one_group)
+        learn.recorder.smooth_loss,log.log = AvgSmoothLoss(),Log()
+        if check: learn.check_accumulation(); assert not log.log
+        learn.fit(1)
+        return list(learn.model.parameters())
+    plain = run()
+    for p in run(check=True),run(MicroBatch(4, coupled=True)): close(p, plain, TOL32)
