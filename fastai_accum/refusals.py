@@ -79,7 +79,7 @@ def named(f):
         try: sig.bind(*args, **kwargs)
         except TypeError: wrong = _wrong_call(who, sig, args, kwargs)
         else: return f(*args, **kwargs)
-        example = re.search('Example: `.*?`', f.__doc__ or '')
+        example = re.search('Example: `.*?`', f.__doc__ or inspect.getdoc(type(args[0])) or '')   # `__init__` has none
         raise TypeError(f'{who}: {wrong}' + (f'. {example[0]}' if example else ''))
     return res
 

@@ -44,13 +44,13 @@ names = [
         *((k,8,r'Did you mean `MicroBatch\(bs=8\)`') for k in ('slice','batch_size')),
         ('exat',True,r'Did you mean `MicroBatch\(exact=True\)`'), ('n_steps',4,r'`AccumulateStep\(n_step=4\)`')]),
     # what a second argument without a name means, nobody can tell
-    (partial(cut, 8, True), 'positional'), (partial(acc, 8, 64), 'positional')]
+    (partial(cut, 8, True), r'positional.*Example: `cbs=MicroBatch\(16'), (partial(acc, 8, 64), r'positional.*Example: `Learner\(')]
 
 wrong_calls = [
     (lambda: learner().accumulate(n_stpe=4), r"learn.accumulate: there is no argument 'n_stpe'. Did you mean `learn.accumulate\(n_step=4\)`"),
     (lambda: learner().gradient_checkpointing(every=2), r'The arguments are blocks. Example: `learn.gradient_checkpointing\(\)'),
-    (lambda: GradientCheckpointing(every=2), "GradientCheckpointing: there is no argument 'every'. The arguments are blocks"),
-    (lambda: OffloadActivations(pin_memory=True), "no argument 'pin_memory'. The arguments are room"),
+    (lambda: GradientCheckpointing(every=2), "GradientCheckpointing: there is no argument 'every'. The arguments are blocks. Example: `cbs=GradientCheckpointing"),
+    (lambda: OffloadActivations(pin_memory=True), "no argument 'pin_memory'. The arguments are room. Example: `cbs=OffloadActivations"),
     (lambda: learner().check_accumulation(n_step=4), r'The arguments are bs. Example: `learn.check_accumulation\(\)`'),
     (lambda: learner().what_fits(gpu=0), r"The arguments are budget. Example: `learn.what_fits\('8GB'\)`"),
     (lambda: learner().n_steps(n_epochs=3), r'Did you mean `learn.n_steps\(n_epoch=3\)`'),
