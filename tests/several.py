@@ -438,8 +438,8 @@ cases.update(
     parts_weights = parts('weights', after_batch=moves),
     parts_at_end  = refused(Case([4]*4, fit=lambda l: l.fit(1, .02), cbs=lambda: Callback(before_step=lambda cb:
                             no_step(cb) if rank()==1 else None)), 'number of steps', RuntimeError),
-    **{f'leaves_all_{o}':refused(Case([4]*8, left_out={(1,k) for k in range(4)}, leave=o), 'hyper-parameters', RuntimeError)
-       for o in ('before_batch',)},
+    leaves_all    = refused(Case([4]*8, left_out={(1,k) for k in range(4)}, leave='before_batch'), 'hyper-parameters',
+                            RuntimeError),
     centers_global = refused(Case([4]*6, cbs=lambda: Centers(False)), 'nobody knows which', RuntimeError),
 )
 

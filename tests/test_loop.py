@@ -279,15 +279,16 @@ class Rows(nn.Module):
     def loss(self, p, y): return F.cross_entropy(p, y)+.3*(p-self.c[y]).pow(2).mean()
 
 class Elsewhere(Callback):
-    """Parameters with an optimizer of their own that are neither in the model nor in the learner's optimizer: `used` in
-    the loss function, in a penalty after it, or only in some micro-batches. `before` is a gradient from before the fit"""
+    """Parameters with an optimizer of their own, which neither the model nor the learner's optimizer has: `used` in the
+    loss function, in a penalty after it, or only in some micro-batches. `before` is a gradient from before the fit"""
     order = -5
     def __init__(self, used, before=None): self.used,self.before,self.grads = used,before,[]
     def before_fit(self):
         self.was = self.learn.loss_func
         self.c = self.was.__self__.c if self.used=='method' else nn.Parameter(features(3, 3, 7))
         if self.used=='tensor': self.c = features(3, 3, 7).requires_grad_()
-        self.c.grad,self.o = self.before and torch.full((3,3), self.before).double(),torch.optim.SGD([self.c], lr=.4, momentum=.5)
+        self.c.grad = self.before and torch.full((3,3), self.before).double()
+        self.o = torch.optim.SGD([self.c], lr=.4, momentum=.5)
         if self.used in ('loss','tensor'): self.learn.loss_func = lambda p, y: self.was(p, y)+self.penalty(p, y)
         if self.used=='hook': self.h = self.model[0].register_forward_hook(lambda m, x, y: y*self.c.mean())
     def penalty(self, p, y): return .3*(p-self.c[y]).pow(2).mean()
