@@ -4,7 +4,7 @@ each number of processes.
     python several.py RANK WORLD FOLDER CASE..."""
 import os,signal,sys
 from contextlib import nullcontext
-from harness import *
+from nets import *
 from fastai.distributed import *
 from fastai_accum.core import *
 from fastai_accum.microbatch import *
@@ -269,16 +269,11 @@ def runs_out(learn):
     once(learn)
     assert Full.n_full or rank()!=1, 'memory has not run out'
 
-def normed():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6,8,bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(.2),
-                         nn.Linear(8,3)).double()
-
 def exact_in_each(rank, world):
     "Each process's batch norm and dropout see its own whole batches, in slices or not"
     def one(*cbs):
         set_seed(rank)
-        return Case([[8,5,8], [4,7,4], [2,4,8]], 2, model=normed, cbs=lambda: cbs).several(rank, world)
+        return Case([[8,5,8], [4,7,4], [2,4,8]], 2, model=lambda: normed(nn.Dropout(.2)), cbs=lambda: cbs).several(rank, world)
     assert_same(one(MicroBatch(3, exact=True)), one())
 
 cases.update(   # slices in several processes, and none in the one process

@@ -1,7 +1,7 @@
 """`check_accumulation` on learners with known causes. It runs the learner's own step, each remedy that it names is
 tried, and the learner stays as it was"""
 import pytest
-from harness import *
+from nets import *
 from fastai_accum.all import *
 from fastai_accum import refusals as the_refusals
 from fastai_accum.core import accumulation_settings
@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import ExponentialLR,OneCycleLR
 from torch.utils.checkpoint import checkpoint
 
 def bn(): return nn.BatchNorm1d(5)
-def net(*ms): return nn.Sequential(nn.Linear(6,5), *ms, nn.Tanh(), nn.Linear(5,3)).double()
+net = layers
 def learner(model=None, loss=None, cbs=None, y=None, x=None, bs=8, n=64, shuffle=True, cls=Learner, opt=SGD, n_inp=None,
             items=None, **kwargs):
     "`kwargs` are those of the loaders"
@@ -49,10 +49,6 @@ def contrastive(p, y):
     p = F.normalize(p)
     return F.cross_entropy(p@p.T/.1, torch.arange(len(p)).roll(1))
 global_weights = torch.tensor([1.,2.,3.])   # in float32
-def triplets(p, y):
-    a,b,c = p.view(-1, 3, p.shape[1]).unbind(1)
-    return F.relu((a-b).pow(2).sum(1)-(a-c).pow(2).sum(1)+1).mean()
-def pairs(p, y): return (p[::2]-p[1::2]).pow(2).mean()
 def halves_in_turn(os): return torch.stack([o[0] for o in os]+[2*o[0] for o in os]),torch.stack([o[1] for o in os])
 def both_halves(p, y):
     a,b = p.chunk(2)
@@ -171,10 +167,6 @@ class Clipped(Learner):
     def _backward(self):
         super()._backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), .01)
-def clamped():
-    learn = learner(loss=lambda p,y: 20*F.cross_entropy(p, y))
-    for p in learn.model.parameters(): p.register_hook(lambda g: g.clamp(-.01,.01))
-    return learn
 
 class Late(Callback):
     "Adds what compares samples, at some time `when`"
@@ -313,7 +305,7 @@ cases = dict(
                'remove it'),
     small=(lambda: in_order(Callback(before_batch=moves_small), AccumulateStep(2), bs=8), 'augmentation Callback'),
     clip=(lambda: learner(cbs=ClipValues()), 'callback ClipValues'),
-    ranks=(lambda: learner(cls=Ranks), 'loss Ranks'), clamped=(clamped, 'backward 2'),
+    ranks=(lambda: learner(cls=Ranks), 'loss Ranks'), clamped=(lambda: learner(clamped(), lambda p,y: 20*F.cross_entropy(p, y)), 'backward 2'),
     mixup_and_norm=(lambda: learner(net(bn()), CrossEntropyLossFlat(), MixUp()), 'batch norm 1, augmentation MixUp'),
     two_of_three=(lambda: learner(loss=CrossEntropyLossFlat(), cbs=[ClipValues(), GradientClip(.1), MixUp()]),
                   'callback ClipValues, augmentation MixUp'),
@@ -462,11 +454,6 @@ def test_parameters_elsewhere(of):
     learn = in_order(cb, AccumulateStep(4), loss=lambda p,y: F.cross_entropy(p*w, y))
     check = learn.check_accumulation()
     assert check.error<1e-12 and (w.grad==7).all()
-
-class Stream(torch.utils.data.IterableDataset):
-    def __init__(self, again): self.data = None if again else self.new()
-    def new(self): yield from zip(features(400), classes(400))
-    def __iter__(self): return self.data or self.new()
 
 @each(again=[False,True])
 def test_streams(again, capsys):

@@ -5,7 +5,7 @@ import gc,pickle,signal,subprocess,sys,threading
 from itertools import chain
 import pytest
 from torch.nn.utils import prune
-from harness import *
+from nets import *
 from kinds import Odd
 from fastai.data.transforms import ItemGetter
 from fastai.text.models import *
@@ -400,8 +400,7 @@ def test_a_batch_of_another_length_has_its_own_plan():
     def model():
         set_seed(2)
         return Odd(f, emb=nn.Embedding(30,6), rnn=nn.LSTM(6,8,batch_first=True), bn=bn8(), head=nn.Linear(8,3)).double()
-    def dls(_): return DataLoaders(*[DataLoader(batches, bs=None) for _ in range(2)])
-    same(lambda: MicroBatch(3, exact=True), dls=dls, model=model, fit=lambda l: l.fit(2), **one_group)
+    same(lambda: MicroBatch(3, exact=True), dls=lambda bs: of_batches(batches), model=model, fit=lambda l: l.fit(2), **one_group)
 
 def average():
     "A running average, which moves only when it is told to"

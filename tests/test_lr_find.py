@@ -2,7 +2,7 @@
 import matplotlib
 from contextlib import nullcontext
 from dataclasses import dataclass
-from harness import *
+from nets import *
 matplotlib.use('Agg')
 
 suggest = [valley,slide,minimum,steep]
@@ -71,9 +71,7 @@ def test_curve(nm, how, tmp_path): curve(nm, how, tmp_path)
 def test_in_the_middle_of_training(how, tmp_path):
     "What was there comes back, rates as in plain training; what follows is what would have followed without it"
     def train(search, cbs=None, bs=8):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6,5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5,3)).double()
-        learn = make_learner(make_dls(76, bs, shuffle=False), model, path=tmp_path, cbs=cbs)
+        learn = make_learner(make_dls(76, bs, shuffle=False), normed(), path=tmp_path, cbs=cbs)
         learn.fit_one_cycle(1, slice(1e-3,1e-2))
         before = deepcopy(snapshot(learn))
         if search:
