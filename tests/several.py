@@ -519,7 +519,7 @@ def main(rank, world, folder, *names):
     if not on_cpu: simulated = on_devices(rank)
     # a file: no port that may be taken
     dist.init_process_group('gloo' if on_cpu else 'cpu:gloo,fakegpu:over_host', f'file://{folder}/store',
-                            timedelta(seconds=30), world, rank)
+                            timedelta(seconds=300), world, rank)
     for nm in names:
         print(rank, nm, flush=True)
         torch.save(result(cases[nm].several(rank, world)), f'{folder}/{nm}.{rank}')

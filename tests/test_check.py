@@ -561,7 +561,7 @@ loaders = dict(
     fastai  = lambda: TfmdDL(Draws(), bs=8, shuffle=True, num_workers=0),
     sampler = lambda: dl_of_torch(Draws(), 8, sampler=torch.utils.data.WeightedRandomSampler(
         torch.rand(32), 32, generator=torch.Generator().manual_seed(3))),
-    workers = lambda: dl_of_torch(list(zip(features(32), classes(32))), 8, shuffle=True, num_workers=1, timeout=9))
+    workers = lambda: dl_of_torch(list(zip(features(32), classes(32))), 8, shuffle=True, num_workers=1, timeout=999))
 
 @pytest.mark.parametrize('make', loaders.values(), ids=loaders)
 def test_loaders(make):

@@ -182,7 +182,7 @@ def dls():
     torch.manual_seed(0)
     xs = torch.randn(32, 6)
     dsets = Datasets(range(32), [[lambda i: xs[i]], [lambda i: tensor(i%3)]], splits=[range(32), range(32)])
-    return dsets.dataloaders(bs=8)
+    return dsets.dataloaders(bs=8, num_workers=0)
 """
     train = head+"""from fastai_accum.all import *
 block = lambda: nn.Sequential(nn.Linear(6,6), nn.BatchNorm1d(6), nn.Tanh())

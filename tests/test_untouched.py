@@ -309,7 +309,7 @@ def test_what_lives_is_left_alone():
         def after_batch(self): self.q.put(self.iter)
     learn = make_learner(make_dls(96, 8), cbs=Logs())
     try: few(learn)
-    finally: q.put(None); learn.logs.thread.join(5)
+    finally: q.put(None); learn.logs.thread.join()
     assert got==list(range(6)) and q.empty()
 
 # ---- nothing logs it, and what else goes wrong with a trial
