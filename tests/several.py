@@ -273,7 +273,8 @@ def exact_in_each(rank, world):
     "Each process's batch norm and dropout see its own whole batches, in slices or not"
     def one(*cbs):
         set_seed(rank)
-        return Case([[8,5,8], [4,7,4], [2,4,8]], 2, model=lambda: normed(nn.Dropout(.2)), cbs=lambda: cbs).several(rank, world)
+        def model(): return normed(nn.Dropout(.2))
+        return Case([[8,5,8], [4,7,4], [2,4,8]], 2, model=model, cbs=lambda: cbs).several(rank, world)
     assert_same(one(MicroBatch(3, exact=True)), one())
 
 cases.update(   # slices in several processes, and none in the one process

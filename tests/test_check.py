@@ -305,7 +305,8 @@ cases = dict(
                'remove it'),
     small=(lambda: in_order(Callback(before_batch=moves_small), AccumulateStep(2), bs=8), 'augmentation Callback'),
     clip=(lambda: learner(cbs=ClipValues()), 'callback ClipValues'),
-    ranks=(lambda: learner(cls=Ranks), 'loss Ranks'), clamped=(lambda: learner(clamped(), lambda p,y: 20*F.cross_entropy(p, y)), 'backward 2'),
+    ranks=(lambda: learner(cls=Ranks), 'loss Ranks'),
+    clamped=(lambda: learner(clamped(), lambda p,y: 20*F.cross_entropy(p, y)), 'backward 2'),
     mixup_and_norm=(lambda: learner(net(bn()), CrossEntropyLossFlat(), MixUp()), 'batch norm 1, augmentation MixUp'),
     two_of_three=(lambda: learner(loss=CrossEntropyLossFlat(), cbs=[ClipValues(), GradientClip(.1), MixUp()]),
                   'callback ClipValues, augmentation MixUp'),
@@ -346,7 +347,7 @@ def test_causes(case, capsys, recwarn):
     check = checked(learn)
     assert ', '.join(f'{o.kind} {o.where}' for o in check.causes)==expected, check
     assert check.error>1e-8 and all(o.error>1e-8 and advice.get(o.kind, '') in o.remedy for o in check.causes)
-    assert capsys.readouterr()==(f'{check}\n', '') and set(the_refusals._noted)==said
+    assert capsys.readouterr().out==f'{check}\n' and set(the_refusals._noted)==said   # PyTorch's compiler warns on stderr
     assert not any('AccumulateStep' in str(o.message) for o in recwarn)
     if says:
         assert all(says[0] in o.remedy+check.compared for o in check.causes), check

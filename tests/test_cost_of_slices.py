@@ -10,7 +10,8 @@ from fastai_accum.memory.offload import Slab
 def test_once_a_fit(kw):
     "The plan, two dry runs, are made once, for both epochs and for all batches of one shape"
     runs,run,norm = [],Dry.run,nn.BatchNorm1d if 'exact' in kw else nn.Identity
-    learn = make_learner(make_dls(64, 16), layers(norm(5)), cbs=MicroBatch(4, valid=False, prove=False, **kw), **one_group)
+    cb = MicroBatch(4, valid=False, prove=False, **kw)
+    learn = make_learner(make_dls(64, 16), layers(norm(5)), cbs=cb, **one_group)
     with mock.patch.object(Dry, 'run', lambda *args, **more: runs.append(1) or run(*args, **more)): learn.fit(2)
     assert len(runs)==(2 if 'exact' in kw else 0)
 

@@ -399,7 +399,8 @@ def test_a_batch_of_another_length_has_its_own_plan():
     def model():
         set_seed(2)
         return Odd(f, emb=nn.Embedding(30,6), rnn=nn.LSTM(6,8,batch_first=True), bn=bn8(), head=nn.Linear(8,3)).double()
-    same(lambda: MicroBatch(3, exact=True), dls=lambda bs: of_batches(batches), model=model, fit=lambda l: l.fit(2), **one_group)
+    same(lambda: MicroBatch(3, exact=True), dls=lambda bs: of_batches(batches), model=model, fit=lambda l: l.fit(2),
+         **one_group)
 
 def average():
     "A running average, which moves only when it is told to"

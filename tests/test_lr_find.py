@@ -12,7 +12,7 @@ def weighted(): return nn.CrossEntropyLoss(weight=tensor([1.,20.,5.]).double(), 
 @dataclass
 class Case:
     "A training set of `n` samples, a window, the batch that it stands for, and how far to go"
-    n:int; window:dict; large:int=32; bs:int=8; num_it:int=60; end_lr:float=10; drop_last:bool=False; skip:tuple=()
+    n:int; window:dict; large:int=32; bs:int=8; num_it:int=40; end_lr:float=10; drop_last:bool=False; skip:tuple=()
     loss:object=nn.CrossEntropyLoss; opt:object=Adam
 
 cases = dict(
@@ -22,7 +22,7 @@ cases = dict(
     one_epoch = Case(640, dict(n_step=4), num_it=20),                     # ends in the middle of the first epoch
     short     = Case( 24, dict(n_step=8), large=64),                      # epochs shorter than a window
     diverges  = Case( 76, dict(n_step=4), end_lr=1e4, opt=SGD),
-    weighted  = Case( 76, dict(n_step=4), loss=weighted, num_it=100),
+    weighted  = Case( 76, dict(n_step=4), loss=weighted, num_it=60),
     few       = Case( 76, dict(n_step=4), num_it=6),
 )
 

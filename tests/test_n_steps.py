@@ -35,7 +35,7 @@ def test_accumulation_for_every_learner():
 
 four = AccumulateStep(4)
 @each(case=[
-    (lambda: of_batches([(features(5), classes(5))]*4), AccumulateStep(n_samples=8), 'no batch size.*n_samples=8.*use n_step'),
+    (lambda: of_batches([(features(5), classes(5))]*4), AccumulateStep(n_samples=8), 'no batch size.*n_samples=8.*use'),
     (lambda: make_dls(76, 8), GradientAccumulation(32), "fastai's GradientAccumulation.*use AccumulateStep"),
     (lambda: None, None, 'no training loader'), (DataLoaders, None, 'no training loader'),
     *((lambda: make_dls(76, 8), [*L(acc),cb], f'{type(cb).__name__}.*nobody knows')

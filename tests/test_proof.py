@@ -254,8 +254,8 @@ class OwnBackward(Callback):
     "A second backward pass through the batch's predictions"
     def before_backward(self): (.1*self.pred.pow(2).mean()).backward(retain_graph=True)
 
-@each(case=[(dict(coupled=True, exact=True), lambda: normed(nn.Dropout(.3)), noop), (dict(exact=True), small_model, OwnBackward),
-            (dict(coupled=True), small_model, OwnBackward)])   # without norms, beside slices
+@each(case=[(dict(coupled=True, exact=True), lambda: normed(nn.Dropout(.3)), noop),
+            *((o, small_model, OwnBackward) for o in (dict(exact=True),dict(coupled=True)))])   # without norms
 def test_trains_as_the_whole_batch(case):
     "Coupled and exact together are exact; and beside a callback with a backward pass of its own"
     kw,model,also = case
