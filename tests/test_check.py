@@ -347,7 +347,8 @@ def test_causes(case, capsys, recwarn):
     check = checked(learn)
     assert ', '.join(f'{o.kind} {o.where}' for o in check.causes)==expected, check
     assert check.error>1e-8 and all(o.error>1e-8 and advice.get(o.kind, '') in o.remedy for o in check.causes)
-    assert capsys.readouterr().out==f'{check}\n' and set(the_refusals._noted)==said   # PyTorch's compiler warns on stderr
+    # PyTorch's compiler may warn on stderr
+    assert capsys.readouterr().out==f'{check}\n' and set(the_refusals._noted)==said
     assert not any('AccumulateStep' in str(o.message) for o in recwarn)
     if says:
         assert all(says[0] in o.remedy+check.compared for o in check.causes), check
