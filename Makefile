@@ -3,7 +3,7 @@ BIN    ?= .venv/bin
 DEMO   := $(dir $(BIN)).demo
 READY  := $(dir $(BIN)).installed
 
-.PHONY: help demo test test-fresh test-oldest sweep rounding mutants works docs readme experiments bench-distributed bench-microbatch bench-wholebatch bench-cost bench-drift bench-checkpointing bench-memory bench-proof what-fits bench-gpu proved size clean
+.PHONY: help demo test test-fresh test-oldest sweep coverage rounding mutants works docs readme experiments bench-distributed bench-microbatch bench-wholebatch bench-cost bench-drift bench-checkpointing bench-memory bench-proof what-fits bench-gpu proved size clean
 
 help: ## One line for each command
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -43,6 +43,9 @@ test-oldest: ## Every test with the oldest fastai and PyTorch that we support, i
 
 sweep: $(READY) ## All endings, all of the grid, and all of whatever `make test` draws a sample of (at night)
 	SWEEP=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+coverage: $(READY) ## The lines of the package that no test runs, other processes included (at night)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-config=.ci/coverage.ini --cov-report=term-missing:skip-covered
 
 works: $(READY) ## Measure what the pages "Works with" and "What we tested" show, with the optional packages
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
@@ -116,4 +119,4 @@ size: $(READY) ## How large the code is, and how many calls a window takes
 	@$(BIN)/python -W ignore benchmarks/size.py
 
 clean: ## Remove what the other commands made
-	rm -rf .venv _proc _docs build dist *.egg-info .pytest_cache .hypothesis tests/.mutants.json
+	rm -rf .venv .coverage _proc _docs build dist *.egg-info .pytest_cache .hypothesis tests/.mutants.json

@@ -1,7 +1,7 @@
 """`check_accumulation` on learners with known causes. It runs the learner's own step, each remedy that it names is
 tried, and the learner stays as it was"""
 import pytest
-from harness import *
+from nets import *
 from fastai_accum.all import *
 from fastai_accum import refusals as the_refusals
 from fastai_accum.core import accumulation_settings
@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import ExponentialLR,OneCycleLR
 from torch.utils.checkpoint import checkpoint
 
 def bn(): return nn.BatchNorm1d(5)
-def net(*ms): return nn.Sequential(nn.Linear(6,5), *ms, nn.Tanh(), nn.Linear(5,3)).double()
+net = layers
 def learner(model=None, loss=None, cbs=None, y=None, x=None, bs=8, n=64, shuffle=True, cls=Learner, opt=SGD, n_inp=None,
             items=None, **kwargs):
     "`kwargs` are those of the loaders"
@@ -49,10 +49,6 @@ def contrastive(p, y):
     p = F.normalize(p)
     return F.cross_entropy(p@p.T/.1, torch.arange(len(p)).roll(1))
 global_weights = torch.tensor([1.,2.,3.])   # in float32
-def triplets(p, y):
-    a,b,c = p.view(-1, 3, p.shape[1]).unbind(1)
-    return F.relu((a-b).pow(2).sum(1)-(a-c).pow(2).sum(1)+1).mean()
-def pairs(p, y): return (p[::2]-p[1::2]).pow(2).mean()
 def halves_in_turn(os): return torch.stack([o[0] for o in os]+[2*o[0] for o in os]),torch.stack([o[1] for o in os])
 def both_halves(p, y):
     a,b = p.chunk(2)
@@ -171,10 +167,6 @@ class Clipped(Learner):
     def _backward(self):
         super()._backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), .01)
-def clamped():
-    learn = learner(loss=lambda p,y: 20*F.cross_entropy(p, y))
-    for p in learn.model.parameters(): p.register_hook(lambda g: g.clamp(-.01,.01))
-    return learn
 
 class Late(Callback):
     "Adds what compares samples, at some time `when`"
@@ -275,13 +267,15 @@ cases = dict(
     coin=(lambda: learner(net(coin())), 'dropout 1'),
     recomputed=(lambda: again(True), 'dropout 0.m.1'), recomputed_too=(lambda: again(False), 'dropout 0.m.1'),
     blocks=(lambda: blocks(AccumulateStep(2)), 'batch norm 0.1, dropout 0.3',
-            'in place of AccumulateStep, and write `learn.gradient_checkpointing()`\nif that does not fit: `learn.micro_batch('),
+            'in place of AccumulateStep, and write `learn.gradient_checkpointing()`\n'
+            'if that does not fit: `learn.micro_batch('),
     checkpointing=(lambda: blocks(AccumulateStep(2), GradientCheckpointing()), 'batch norm 0.1, dropout 0.3',
                    'load batches of 16 in place of AccumulateStep, if memory allows: you have GradientCheckpointing\n'
                    'if that does not fit: `learn.micro_batch(8, exact=True)` in place of GradientCheckpointing'),
     cut_and_checkpointing=(lambda: blocks(MicroBatch(4), GradientCheckpointing()), 'batch norm 0.1, dropout 0.3',
                            'leave out MicroBatch, if memory allows: you have GradientCheckpointing\n'
-                           'if that does not fit: `learn.micro_batch(4, exact=True)` in place of GradientCheckpointing'),
+                           'if that does not fit: `learn.micro_batch(4, exact=True)` in place of '
+                           'GradientCheckpointing'),
     offloading=(lambda: blocks(AccumulateStep(2), OffloadActivations()), 'batch norm 0.1, dropout 0.3'),
     rmse=(lambda: learner(loss=rmse, y=targets()), 'loss rmse'),
     masked=(lambda: learner(loss=masked), 'loss masked'), one_of_64=(one_of_64, 'loss masked'),
@@ -311,7 +305,8 @@ cases = dict(
                'remove it'),
     small=(lambda: in_order(Callback(before_batch=moves_small), AccumulateStep(2), bs=8), 'augmentation Callback'),
     clip=(lambda: learner(cbs=ClipValues()), 'callback ClipValues'),
-    ranks=(lambda: learner(cls=Ranks), 'loss Ranks'), clamped=(clamped, 'backward 2'),
+    ranks=(lambda: learner(cls=Ranks), 'loss Ranks'),
+    clamped=(lambda: learner(clamped(), lambda p,y: 20*F.cross_entropy(p, y)), 'backward 2'),
     mixup_and_norm=(lambda: learner(net(bn()), CrossEntropyLossFlat(), MixUp()), 'batch norm 1, augmentation MixUp'),
     two_of_three=(lambda: learner(loss=CrossEntropyLossFlat(), cbs=[ClipValues(), GradientClip(.1), MixUp()]),
                   'callback ClipValues, augmentation MixUp'),
@@ -344,7 +339,7 @@ advice = {'callback':'let it act in `before_step`, where the gradient is that of
 @pytest.mark.parametrize('case', cases)
 def test_causes(case, capsys, recwarn):
     """Each cause is found, and each line that is named is applied and checked again, if not a person has to write it.
-    The check does not warn, and what `AccumulateStep` says once is still to come. A learner that is right gets no line"""
+    The check does not warn, and what `AccumulateStep` says once is still to come"""
     make,expected,*says = cases[case]
     learn,said = make(),set(the_refusals._noted)
     if not learn.cbs.filter(lambda o: hasattr(type(o), 'train_epoch')): learn.accumulate(2)
@@ -352,7 +347,8 @@ def test_causes(case, capsys, recwarn):
     check = checked(learn)
     assert ', '.join(f'{o.kind} {o.where}' for o in check.causes)==expected, check
     assert check.error>1e-8 and all(o.error>1e-8 and advice.get(o.kind, '') in o.remedy for o in check.causes)
-    assert capsys.readouterr()==(f'{check}\n', '') and set(the_refusals._noted)==said
+    # PyTorch's compiler may warn on stderr
+    assert capsys.readouterr().out==f'{check}\n' and set(the_refusals._noted)==said
     assert not any('AccumulateStep' in str(o.message) for o in recwarn)
     if says:
         assert all(says[0] in o.remedy+check.compared for o in check.causes), check
@@ -461,11 +457,6 @@ def test_parameters_elsewhere(of):
     check = learn.check_accumulation()
     assert check.error<1e-12 and (w.grad==7).all()
 
-class Stream(torch.utils.data.IterableDataset):
-    def __init__(self, again): self.data = None if again else self.new()
-    def new(self): yield from zip(features(400), classes(400))
-    def __iter__(self): return self.data or self.new()
-
 @each(again=[False,True])
 def test_streams(again, capsys):
     "That a generator goes on is said by all three"
@@ -572,7 +563,7 @@ loaders = dict(
     fastai  = lambda: TfmdDL(Draws(), bs=8, shuffle=True, num_workers=0),
     sampler = lambda: dl_of_torch(Draws(), 8, sampler=torch.utils.data.WeightedRandomSampler(
         torch.rand(32), 32, generator=torch.Generator().manual_seed(3))),
-    workers = lambda: dl_of_torch(list(zip(features(32), classes(32))), 8, shuffle=True, num_workers=1, timeout=9))
+    workers = lambda: dl_of_torch(list(zip(features(32), classes(32))), 8, shuffle=True, num_workers=1, timeout=999))
 
 @pytest.mark.parametrize('make', loaders.values(), ids=loaders)
 def test_loaders(make):
@@ -685,12 +676,14 @@ def test_a_sign_of_life_without_a_bar(tty, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, 'isatty', lambda: tty)
     check = learner(cbs=AccumulateStep(2)).check_accumulation()
     out = capsys.readouterr().out
-    assert out.startswith('\rThe gradients are compared')==tty and out.endswith(f'{check}\n') and out.count(check.title)==1
+    assert out.startswith('\rThe gradients are compared')==tty and out.endswith(f'{check}\n')
+    assert out.count(check.title)==1
 
 def test_a_notebook_shows_an_answer_once():
     "Also above the last line of a cell, and again in a cell that asks for it again"
     shell = pytest.importorskip('execnb.shell').CaptureShell()
-    shell.run('from fastai_accum.know.check import *; from fastai_accum.know.bench import shown; c = Check(0., [], "x", "title")')
+    shell.run('from fastai_accum.know.check import *; from fastai_accum.know.bench import shown')
+    shell.run('c = Check(0., [], "x", "title")')
     for cell,n in ('shown(c); c',1), ('shown(c); 1+1',1), ('c',1), ('def f(): shown(c)\nf()',1), ('shown(c)',1):
         data = [o.get('data', {}) for o in shell.run(cell)]
         assert sum('text/html' in o for o in data)==n and not shell.exc, (cell, data)

@@ -4,7 +4,7 @@ The models are float32, as users train them, and nothing is allowed to differ: w
 optimizer, losses, and the states of the generators. Only the memory at the peak does, and that is measured."""
 import pytest
 from contextlib import suppress
-from harness import *
+from nets import *
 from fastai.text.all import AWD_LSTM,awd_lstm_clas_config,get_text_classifier,rnn_cbs
 from fastai.vision.all import create_unet_model,create_vision_model,resnet18,vgg11_bn,xresnet18
 from fastai_accum.memory.checkpointing import *
@@ -62,10 +62,8 @@ def get_learner(make=Net, data=images(16, 12), cbs=noop, loss_func=None, **kwarg
     set_seed(0)
     batches = data()
     device = here.device or 'cpu'
-    dls = DataLoaders(*[DataLoader(o, bs=None, device=device) for o in (batches, batches[:1])], device=device)
-    learn = Learner(dls, make(), loss_func=loss_func or nn.CrossEntropyLoss(), lr=1e-3, cbs=cbs(), **kwargs)
-    learn.remove_cb(ProgressCallback); learn.logger = noop
-    return learn
+    dls = of_batches(batches, batches[:1], device=device)
+    return quiet(Learner(dls, make(), loss_func=loss_func or nn.CrossEntropyLoss(), lr=1e-3, cbs=cbs(), **kwargs))
 
 def bits(learn):
     "All that training leaves behind"

@@ -1,6 +1,6 @@
 """What slices pay once in a fit and not in each batch, and what they share on the host."""
 from unittest import mock
-from harness import *
+from nets import *
 from fastai_accum.all import *
 from fastai_accum.proof.dry import Dry
 from fastai_accum.exact.lockstep import _stats
@@ -10,8 +10,8 @@ from fastai_accum.memory.offload import Slab
 def test_once_a_fit(kw):
     "The plan, two dry runs, are made once, for both epochs and for all batches of one shape"
     runs,run,norm = [],Dry.run,nn.BatchNorm1d if 'exact' in kw else nn.Identity
-    model = nn.Sequential(nn.Linear(6,5), norm(5), nn.Tanh(), nn.Linear(5,3)).double()
-    learn = make_learner(make_dls(64, 16), model, cbs=MicroBatch(4, valid=False, prove=False, **kw), **one_group)
+    cb = MicroBatch(4, valid=False, prove=False, **kw)
+    learn = make_learner(make_dls(64, 16), layers(norm(5)), cbs=cb, **one_group)
     with mock.patch.object(Dry, 'run', lambda *args, **more: runs.append(1) or run(*args, **more)): learn.fit(2)
     assert len(runs)==(2 if 'exact' in kw else 0)
 

@@ -27,7 +27,8 @@ values = [
     (partial(acc, {0:1, 4:4}), 'got {0: 1, 4: 4}; .*pass a function `pct -> int`'),
     (lambda: acc(learner()), r'got Learner; write learn.accumulate\(4\)'),
     (lambda: cut(learner()), r'got Learner; write learn.micro_batch\(4\)'),
-    (lambda: learner().check_accumulation(acc(4)), r'got AccumulateStep; add it to the learner: `learn.add_cb\(AccumulateStep\(n_step=4'),
+    (lambda: learner().check_accumulation(acc(4)),
+     r'got AccumulateStep; add it to the learner: `learn.add_cb\(AccumulateStep\(n_step=4'),
     *((partial(f, acc(4)), 'got AccumulateStep; write its `.n_step`') for f in (acc,every))]   # it is no schedule
 
 counts_steps = """n_steps nsteps acc_steps accum accumulation_steps accumulate_grad_batches n_batches num_steps
@@ -47,10 +48,13 @@ names = [
     (partial(cut, 8, True), r'positional.*Example: `cbs=MicroBatch\(16'), (partial(acc, 8, 64), r'positional.*Example: `Learner\(')]
 
 wrong_calls = [
-    (lambda: learner().accumulate(n_stpe=4), r"learn.accumulate: there is no argument 'n_stpe'. Did you mean `learn.accumulate\(n_step=4\)`"),
-    (lambda: learner().gradient_checkpointing(every=2), r'The arguments are blocks. Example: `learn.gradient_checkpointing\(\)'),
-    (lambda: GradientCheckpointing(every=2), "GradientCheckpointing: there is no argument 'every'. The arguments are blocks. Example: `cbs=GradientCheckpointing"),
-    (lambda: OffloadActivations(pin_memory=True), "no argument 'pin_memory'. The arguments are room. Example: `cbs=OffloadActivations"),
+    (lambda: learner().accumulate(n_stpe=4),
+     r"learn.accumulate: there is no argument 'n_stpe'. Did you mean `learn.accumulate\(n_step=4\)`"),
+    (lambda: learner().gradient_checkpointing(every=2), r'are blocks. Example: `learn.gradient_checkpointing\(\)'),
+    (lambda: GradientCheckpointing(every=2),
+     "GradientCheckpointing: .* no argument 'every'. The arguments are blocks. Example: `cbs=GradientCheckpointing"),
+    (lambda: OffloadActivations(pin_memory=True),
+     "no argument 'pin_memory'. The arguments are room. Example: `cbs=OffloadActivations"),
     (lambda: learner().check_accumulation(n_step=4), r'The arguments are bs. Example: `learn.check_accumulation\(\)`'),
     (lambda: learner().what_fits(gpu=0), r"The arguments are budget. Example: `learn.what_fits\('8GB'\)`"),
     (lambda: learner().n_steps(n_epochs=3), r'Did you mean `learn.n_steps\(n_epoch=3\)`'),

@@ -259,7 +259,7 @@ def test_a_slice_that_is_left_out():
 
 @each(kw=[{}, dict(coupled=True), dict(exact=True)])
 def test_hooks_into_modules(kw):
-    "The training is exact. Plain slices have an entry each; else it is that of the last slice, also after the second runs"
+    "The training is exact. Plain slices have an entry each; else it is that of the last slice"
     def run(bs, *cbs):
         learn = make_learner(make_dls(64, bs, shuffle=False), cbs=[ActivationStats(),*cbs], splitter=trainable_params)
         learn.fit(1)

@@ -1,13 +1,12 @@
 """`MicroBatch(exact=True)`: batch norm, dropout and every other draw are the whole batch's.
 
 Everything is float64 and compared with the large batch, the state of the random generators included."""
-import gc,pickle,signal,subprocess,sys,threading
+import gc,pickle,signal,threading
 from itertools import chain
 import pytest
 from torch.nn.utils import prune
-from harness import *
+from nets import *
 from kinds import Odd
-from fastai.data.transforms import ItemGetter
 from fastai.text.models import *
 from fastai.callback.mixup import CutMix,MixUp
 from fastai_accum.all import *
@@ -400,8 +399,8 @@ def test_a_batch_of_another_length_has_its_own_plan():
     def model():
         set_seed(2)
         return Odd(f, emb=nn.Embedding(30,6), rnn=nn.LSTM(6,8,batch_first=True), bn=bn8(), head=nn.Linear(8,3)).double()
-    def dls(_): return DataLoaders(*[DataLoader(batches, bs=None) for _ in range(2)])
-    same(lambda: MicroBatch(3, exact=True), dls=dls, model=model, fit=lambda l: l.fit(2), **one_group)
+    same(lambda: MicroBatch(3, exact=True), dls=lambda bs: of_batches(batches), model=model, fit=lambda l: l.fit(2),
+         **one_group)
 
 def average():
     "A running average, which moves only when it is told to"
@@ -465,25 +464,6 @@ def test_long_texts_are_refused_in_words():
     fit(30)
     with pytest.raises((RuntimeError,ValueError), match='Pass seq_len=30 to TextDataLoaders.*gradient_checkpointing'):
         fit(10)
-
-def test_an_exported_learner_works_where_only_fastai_is_imported(tmp_path):
-    dsets = Datasets([(torch.randn(6), tensor(i%3)) for i in range(20)], [[ItemGetter(0)],[ItemGetter(1)]])
-    model = nn.Sequential(nn.Linear(6,8), nn.BatchNorm1d(8), nn.Linear(8,3))
-    learn = Learner(DataLoaders.from_dsets(dsets, dsets, bs=8, device='cpu'), model, nn.CrossEntropyLoss(),
-                    cbs=MicroBatch(3, exact=True), path=tmp_path)
-    learn.export('exact.pkl')
-    learn.remove_cb(MicroBatch).gradient_checkpointing([model[0]]).export('checkpointing.pkl')
-    code = """from fastai.basics import *
-items = L((torch.randn(6), i%3) for i in range(16))
-for name in 'exact','checkpointing':
-    learn = load_learner(f'{name}.pkl')
-    print(learn.get_preds(dl=learn.dls.test_dl([(torch.ones(6),0)]*7))[0].shape)
-    learn.dls = DataLoaders.from_dsets(items, items, bs=8, device='cpu')
-    learn.fit(1)"""
-    res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], cwd=tmp_path, capture_output=True, text=True)
-    # the file has no callback of ours, so it trains plainly
-    said = [res.stdout.count(o) for o in ('torch.Size([7, 3])','is proved on your model')]
-    assert said==[2,0] and not res.returncode, res.stdout+res.stderr
 
 @each(heads=[(0,1),(1,0,1)])
 def test_several_backward_passes(heads):

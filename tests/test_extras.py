@@ -66,7 +66,8 @@ def normed(*cbs, limit=99):
     return make_learner(make_dls(24, 4), model, cbs=cbs, splitter=params)
 
 @pytest.mark.parametrize('cbs,sees,line', [
-    ([MicroBatch(2)], 'MicroBatch(bs=2): batch norm sees 2 samples', 'write `learn.gradient_checkpointing()` in place of MicroBatch\n'
+    ([MicroBatch(2)], 'MicroBatch(bs=2): batch norm sees 2 samples',
+     'write `learn.gradient_checkpointing()` in place of MicroBatch\n'
      '- if that does not fit: `learn.micro_batch(2, exact=True)`\n- do nothing'),
     ([MicroBatch(2, coupled=True)], 'sees 2 samples', 'fit: `learn.micro_batch(2, exact=True)`'),
     ([AccumulateStep(3)], 'AccumulateStep(n_step=3): batch norm sees 4 samples',

@@ -3,7 +3,7 @@
 Each kind is what users do to a batch, in several variants: as the large batch, or refused by name with the module where
 it begins. A good model must not be refused. A model that has changed between two fits is tried again."""
 import pytest
-from harness import *
+from nets import *
 from kinds import Odd,lin
 from fastai_accum.all import *
 from fastai_accum.proof import compare as the_look
@@ -80,9 +80,7 @@ ways = 'exact','coupled'
 
 def learner(model, xb, *cbs, loss=nn.CrossEntropyLoss(), y=None, device=None):
     b = *tuplify(xb),classes(N) if y is None else y
-    dl = DataLoader([b]*2, bs=None, device=device)
-    dl.n_inp = len(b)-1
-    return Learner(DataLoaders(dl, dl), model, loss, SGD, lr=.1, default_cbs=False,
+    return Learner(of_batches([b]*2, n_inp=len(b)-1, device=device), model, loss, SGD, lr=.1, default_cbs=False,
                    cbs=[TrainEvalCallback(), NoValid(), *cbs])
 
 def trained(learn, n=1):
@@ -167,9 +165,8 @@ def test_each_number_of_samples_is_looked_at_once(monkeypatch):
         return the_look.Proof(error=0.)
     monkeypatch.setattr(the_look, 'compare', compare)
     bs = [(feats(n),classes(n)) for n in (32,20,32,20,6)]
-    dl = DataLoader(bs, bs=None)
     learn = learner(Plain(), feats(), MicroBatch(8, exact=True))
-    learn.dls = DataLoaders(dl, dl)
+    learn.dls = of_batches(bs)
     for i in range(2): trained(learn, 2)
     assert seen==2*[(32,8),(20,8)]   # in each fit; six samples are not cut
 
@@ -283,10 +280,6 @@ def test_one_error_for_what_cannot_be_cut(kind, way):
     says = 'MicroBatch: the batch cannot be cut: it .*; pass split=f, with f.batch, bs. -> slices'
     with pytest.raises(ValueError, match=says): trained(learn)
 
-def triplets(p, y):
-    a,b,c = p.view(-1, 3, p.shape[1]).unbind(1)
-    return (a-b).pow(2).sum()-(a-c).pow(2).sum()+0*y.sum()
-def pairs(p, y): return ((p[::2]-p[1::2])**2).mean()
 def asserted(p, y):
     assert len(p)%32==0
     return p.mean()

@@ -1,7 +1,7 @@
 "The loop over windows: what is counted, tails, micro-batches that are left out, windows that are thrown away"
 import pytest
 from contextlib import nullcontext
-from harness import *
+from nets import *
 from fastai_accum.all import *
 
 class Augmented(Items):
@@ -31,8 +31,7 @@ def test_a_dropped_tail_is_drawn(window):
 
 def of_windows(windows):
     "Loaders whose batches are these samples"
-    batches = [(features(76)[w],classes(76)[w]) for w in windows]
-    return DataLoaders(DataLoader(batches, bs=None), make_dls(76, 16).valid)
+    return of_batches([(features(76)[w],classes(76)[w]) for w in windows], make_dls(76, 16).valid)
 def of_sizes(*sizes):
     ends = np.cumsum(sizes)
     return of_windows([range(end-n, end) for n,end in zip(sizes, ends)])
@@ -90,11 +89,6 @@ def test_the_loss_is_scaled_by_one_constant():
     assert len(set(scales))==1 and len(scales)==20 and len({t for t,_ in windows})>1
     close([t*f for t,f in windows], [scales[0]]*6)
 
-class Learned(nn.Module):
-    "A loss with a parameter that the optimizer does not hold"
-    def __init__(self): super().__init__(); self.s = nn.Parameter(torch.ones(3).double())
-    def forward(self, p, y): return F.cross_entropy(p*self.s, y)
-
 @each(case=[('after_backward',CancelBatchException,5), ('after_backward',CancelTrainException,5),
             ('after_backward',KeyboardInterrupt,5), ('before_step',CancelBatchException,7)])
 def test_a_window_that_is_thrown_away_clears_all(case):
@@ -102,7 +96,7 @@ def test_a_window_that_is_thrown_away_clears_all(case):
     event,exc,at = case
     def stop(cb):
         if cb.training and cb.micro.i==at: raise exc
-    learn = make_learner(make_dls(64, 8), loss_func=Learned(), splitter=lambda m: [params(m[0])],
+    learn = make_learner(make_dls(64, 8), loss_func=Scaled(), splitter=lambda m: [params(m[0])],
                          cbs=[AccumulateStep(4), Callback(**{event:stop})])
     with pytest.raises(exc) if exc is KeyboardInterrupt else nullcontext(): learn.fit(1, cbs=NoValid())
     assert learn.micro.i==at   # the rest of the window is drawn, not run
@@ -279,15 +273,16 @@ class Rows(nn.Module):
     def loss(self, p, y): return F.cross_entropy(p, y)+.3*(p-self.c[y]).pow(2).mean()
 
 class Elsewhere(Callback):
-    """Parameters with an optimizer of their own that are neither in the model nor in the learner's optimizer: `used` in
-    the loss function, in a penalty after it, or only in some micro-batches. `before` is a gradient from before the fit"""
+    """Parameters with an optimizer of their own, which neither the model nor the learner's optimizer has: `used` in the
+    loss function, in a penalty after it, or only in some micro-batches. `before` is a gradient from before the fit"""
     order = -5
     def __init__(self, used, before=None): self.used,self.before,self.grads = used,before,[]
     def before_fit(self):
         self.was = self.learn.loss_func
         self.c = self.was.__self__.c if self.used=='method' else nn.Parameter(features(3, 3, 7))
         if self.used=='tensor': self.c = features(3, 3, 7).requires_grad_()
-        self.c.grad,self.o = self.before and torch.full((3,3), self.before).double(),torch.optim.SGD([self.c], lr=.4, momentum=.5)
+        self.c.grad = self.before and torch.full((3,3), self.before).double()
+        self.o = torch.optim.SGD([self.c], lr=.4, momentum=.5)
         if self.used in ('loss','tensor'): self.learn.loss_func = lambda p, y: self.was(p, y)+self.penalty(p, y)
         if self.used=='hook': self.h = self.model[0].register_forward_hook(lambda m, x, y: y*self.c.mean())
     def penalty(self, p, y): return .3*(p-self.c[y]).pow(2).mean()

@@ -1,7 +1,7 @@
 """The weight of each loss is what its mean divides by, and training with it is the large batch's: cut evenly and
 unevenly, in windows without targets, and any window. Rows of the page "Works with" train each loss as it is"""
 from hypothesis import given,settings,strategies as st
-from harness import *
+from nets import *
 from kinds import Odd
 from fastai_accum.loss import *
 
@@ -80,9 +80,7 @@ def train(loss, y, sizes, cbs=(), model=small_model, fit=lambda l: l.fit_one_cyc
     cuts = [0,*np.cumsum(sizes)]
     batches,valid = ([(features(N)[i:j], *(o[i:j] for o in tuplify(y))) for i,j in zip(ends, ends[1:])]
                      for ends in (cuts,[0,16,24]))
-    dls = DataLoaders(DataLoader(batches, bs=None), DataLoader(valid, bs=None))
-    dls.n_inp = 1
-    learn = make_learner(dls, model(), loss, cbs=cbs, **{**one_group, **kwargs})
+    learn = make_learner(of_batches(batches, valid), model(), loss, cbs=cbs, **{**one_group, **kwargs})
     fit(learn)
     return learn
 
@@ -106,8 +104,6 @@ flat = dict(
     smooth   = (LabelSmoothingCrossEntropyFlat(), classes(N)),
     dice     = (DiceLoss(), pixels(), Pixels),
 )
-
-def masked(pred, targ, mask): return (((pred-targ)**2).mean(1)*mask).sum()/mask.sum()
 
 def test_kept_sum():
     "`average=False` keeps the sum of a mean loss; a loss that was set to 'sum' is averaged, with a warning, or kept"

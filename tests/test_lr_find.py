@@ -2,7 +2,7 @@
 import matplotlib
 from contextlib import nullcontext
 from dataclasses import dataclass
-from harness import *
+from nets import *
 matplotlib.use('Agg')
 
 suggest = [valley,slide,minimum,steep]
@@ -12,7 +12,7 @@ def weighted(): return nn.CrossEntropyLoss(weight=tensor([1.,20.,5.]).double(), 
 @dataclass
 class Case:
     "A training set of `n` samples, a window, the batch that it stands for, and how far to go"
-    n:int; window:dict; large:int=32; bs:int=8; num_it:int=60; end_lr:float=10; drop_last:bool=False; skip:tuple=()
+    n:int; window:dict; large:int=32; bs:int=8; num_it:int=40; end_lr:float=10; drop_last:bool=False; skip:tuple=()
     loss:object=nn.CrossEntropyLoss; opt:object=Adam
 
 cases = dict(
@@ -22,7 +22,7 @@ cases = dict(
     one_epoch = Case(640, dict(n_step=4), num_it=20),                     # ends in the middle of the first epoch
     short     = Case( 24, dict(n_step=8), large=64),                      # epochs shorter than a window
     diverges  = Case( 76, dict(n_step=4), end_lr=1e4, opt=SGD),
-    weighted  = Case( 76, dict(n_step=4), loss=weighted, num_it=100),
+    weighted  = Case( 76, dict(n_step=4), loss=weighted, num_it=60),
     few       = Case( 76, dict(n_step=4), num_it=6),
 )
 
@@ -71,9 +71,7 @@ def test_curve(nm, how, tmp_path): curve(nm, how, tmp_path)
 def test_in_the_middle_of_training(how, tmp_path):
     "What was there comes back, rates as in plain training; what follows is what would have followed without it"
     def train(search, cbs=None, bs=8):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6,5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5,3)).double()
-        learn = make_learner(make_dls(76, bs, shuffle=False), model, path=tmp_path, cbs=cbs)
+        learn = make_learner(make_dls(76, bs, shuffle=False), normed(), path=tmp_path, cbs=cbs)
         learn.fit_one_cycle(1, slice(1e-3,1e-2))
         before = deepcopy(snapshot(learn))
         if search:

@@ -4,7 +4,7 @@ The simulated accelerator counts every byte and has limits. A training step is m
 before, as a share of the same step with the large batch."""
 import gc,sys,threading,weakref
 import pytest
-from harness import *
+from nets import *
 from kinds import Odd
 from fastai_accum import loop
 from fastai_accum.all import *
@@ -35,9 +35,7 @@ def get_learner(*cbs, model=tower, n=32, px=32, n_batches=1, dtype=torch.float32
     dls = DataLoaders(*(DataLoader(Items(x, y), bs=n, device=here.device) for _ in range(2)), device=here.device)
     learn = Learner(dls, model().to(dtype), nn.CrossEntropyLoss(), opt_func, lr=1e-3, cbs=[NoValid(),*cbs])
     if dtype==torch.float64: learn.recorder.smooth_loss = AvgSmoothLoss64()
-    learn.remove_cb(ProgressCallback)
-    learn.logger = noop
-    return learn
+    return quiet(learn)
 
 def let_go(learn):
     "Of the last batch and its graph, as the next fit would"
@@ -291,7 +289,7 @@ def test_no_synchronisation_inside_a_window():
         cbs = mode('before_batch', 1000, 'error'),mode('before_step', -1000, 'default')
         learn = get_learner(AccumulateStep(4, **kw), *cbs, n=8, px=16, n_batches=8)
         batches = to_device(list(learn.dls.train), 'cuda')
-        learn.dls = DataLoaders(*[DataLoader(batches, bs=None) for _ in range(2)], device=torch.device('cuda'))
+        learn.dls = of_batches(batches, device=torch.device('cuda'))
         learn.model.cuda()
         learn.loss_func = lambda pred, y: F.cross_entropy(pred, y)   # a function of one's own counts samples
         try: learn.fit(1)

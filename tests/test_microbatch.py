@@ -2,7 +2,7 @@
 import pytest
 from contextlib import nullcontext
 from weakref import WeakKeyDictionary
-from harness import *
+from nets import *
 from kinds import Odd
 
 modes = each(coupled=[False,True])
@@ -86,16 +86,12 @@ def test_arrays_that_hold_no_numbers(name, kw):
 
 def of_columns(idxs): return features(64).T[:,idxs],features(64, 2).T[:,idxs],classes(64)[idxs]
 def columns(b, bs): return [tuple(o[...,i:i+bs] for o in b) for i in range(0, len(b[-1]), bs)]
-def normed():
-    torch.manual_seed(0)
-    layers = nn.Linear(8,5,bias=False),nn.BatchNorm1d(5),nn.Tanh(),nn.Dropout(.3),nn.Linear(5,3)
-    return nn.Sequential(*layers).double()
 
 @each(kw=ways)
 def test_split(kw):
     "Samples in the second dimension, of two inputs; also for predictions, where no targets show how many there are"
-    layers = normed if 'exact' in kw else partial(small_model, 8)
-    def model(): return Odd(lambda m, *xs: m.m(torch.cat(xs).T), m=layers())
+    inner = partial(normed, nn.Dropout(.3), d=8) if 'exact' in kw else partial(small_model, 8)
+    def model(): return Odd(lambda m, *xs: m.m(torch.cat(xs).T), m=inner())
     a,b = whole(lambda: MicroBatch(5, split=columns, **kw), bs=16, dls=two_inputs(of_columns), model=model)
     test = DataLoader([o[:2] for o in a.dls.valid], bs=None)
     close(a.get_preds(dl=test)[0], b.get_preds(dl=test)[0])

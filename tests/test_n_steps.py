@@ -1,8 +1,7 @@
 "`learn.n_steps` says before a fit how many steps the optimizer will make"
-from harness import *
+from nets import *
 from fastai_accum import processes as module
 
-def grows(pct): return 1 if pct<.3 else 3
 ways = dict(none=list, four=lambda: AccumulateStep(4), one=lambda: AccumulateStep(1),
             samples=lambda: AccumulateStep(n_samples=20), schedule=lambda: AccumulateStep(grows),
             dropped=lambda: AccumulateStep(4, drop_last=True),
@@ -13,7 +12,7 @@ ways = dict(none=list, four=lambda: AccumulateStep(4), one=lambda: AccumulateSte
 def test_it_is_what_the_fit_makes(way, drop_last):
     learn = make_learner(make_dls(76, 8, drop_last=drop_last), cbs=ways[way]())
     n = learn.n_steps(3)
-    learn.fit(3)
+    learn.fit(3, cbs=NoValid())
     assert n==len(learn.spy.steps)>0
 
 def test_a_later_start():
@@ -35,9 +34,8 @@ def test_accumulation_for_every_learner():
     assert plain.n_steps()==8
 
 four = AccumulateStep(4)
-no_size = DataLoader([(features(5), classes(5))]*4, bs=None)
 @each(case=[
-    (lambda: DataLoaders(no_size, no_size), AccumulateStep(n_samples=8), 'no batch size.*n_samples=8.*use n_step'),
+    (lambda: of_batches([(features(5), classes(5))]*4), AccumulateStep(n_samples=8), 'no batch size.*n_samples=8.*use'),
     (lambda: make_dls(76, 8), GradientAccumulation(32), "fastai's GradientAccumulation.*use AccumulateStep"),
     (lambda: None, None, 'no training loader'), (DataLoaders, None, 'no training loader'),
     *((lambda: make_dls(76, 8), [*L(acc),cb], f'{type(cb).__name__}.*nobody knows')
@@ -73,9 +71,6 @@ def test_a_fit_that_is_refused(case):
     with pytest.raises(ValueError) as a: learn.n_steps(1)
     with pytest.raises(ValueError) as b: learn.fit(1)
     assert str(a.value) in str(b.value)
-
-class Stream(torch.utils.data.IterableDataset):
-    def __iter__(self): return iter(list(zip(features(64), classes(64))))
 
 def test_a_stream_of_known_length():
     "It has no items to look at, and as many steps as its `n` says"

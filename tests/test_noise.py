@@ -2,7 +2,7 @@
 known, and what it says"""
 import pytest
 import matplotlib; matplotlib.use('agg')
-from harness import *
+from nets import *
 from fastai_accum.extras import *
 from fastai_accum.loop import in_charge
 from fastai_accum.loss import loss_weight
@@ -42,7 +42,7 @@ def uneven(y):
     "16 micro-batches of any size"
     at = np.cumsum([0,*(7,3,11,2,5,9,1,4)*2])
     batches = [(features(84)[a:b], y[a:b]) for a,b in zip(at, at[1:])]
-    return DataLoaders(DataLoader(batches, bs=None), DataLoader(batches[:1], bs=None))
+    return of_batches(batches, batches[:1])
 
 def odd():
     "A sparse gradient, and a branch without a gradient in most micro-batches"

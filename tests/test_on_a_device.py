@@ -2,12 +2,11 @@
 
 Everything is on the simulated accelerator, which also reports each race between streams."""
 import gc,pickle,matplotlib
-from harness import *
+from nets import *
 from fastai_accum.all import *
 from kinds import Odd
 import test_endings,test_grid,test_lr_find,test_schedules
 from test_exact import PictureNet,images,of_pictures
-from test_schedules import grows
 matplotlib.use('Agg')
 SECOND = GPU.replace('0', '1')
 needs_two = pytest.mark.skipif(GPU=='cuda:0' and torch.cuda.device_count()<2, reason='needs two devices')
@@ -51,8 +50,7 @@ def test_windows_on_a_schedule(monkeypatch):
 seen = set()
 def noting(norm):
     "Notes the dtypes of what it computes, also where that is computed again, but not in trials"
-    torch.manual_seed(0)
-    m = nn.Sequential(nn.Linear(6, 5, bias=False), norm(5), nn.Tanh(), nn.Linear(5, 3))
+    m = layers(norm(5), bias=False).float()
     def note(m, xs, y): return seen.add(y.dtype) if xs[0].dtype!=torch.float64 and torch.is_grad_enabled() else None
     for o in m[0],m[3]: o.register_forward_hook(note)
     return m

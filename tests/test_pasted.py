@@ -27,7 +27,8 @@ def test_no_page_hides_all_warnings():
     assert not [k for k,o in pages.items() if "filterwarnings('ignore')" in o.read_text(encoding='utf-8')]
 
 def all_code(p): return [o for c in all_cells(p) if c['cell_type']=='code' and (o := ''.join(c['source']))]
-on_colab = {p.relative_to(NBS).with_suffix('').as_posix():p for p in notebooks if '[ -e /content ] && pip install' in p.read_text(encoding='utf-8')}
+on_colab = {p.relative_to(NBS).with_suffix('').as_posix():p for p in notebooks
+            if '[ -e /content ] && pip install' in p.read_text(encoding='utf-8')}
 
 def test_a_page_with_a_link_to_colab_reads_no_file_of_ours():
     "`.ci/docs.py` gives the link to pages that install the package, and there they are alone"

@@ -1,5 +1,4 @@
 "`turn_on_accumulation`: every learner, every way to train, and fastai as it was afterwards"
-import zipfile
 from functools import wraps
 from harness import *
 from fastai_accum.core import accumulation_settings
@@ -101,14 +100,6 @@ def test_wrapped_by_others(monkeypatch):
     assert steps(learn)==6 and len(calls)==3
     turn_off_accumulation()
     assert Learner.fit is other
-
-def test_exported_while_on(tmp_path):
-    "Nothing of the library is in the file: it loads where fastai_accum is not installed"
-    learn = make(splitter=trainable_params, path=tmp_path)
-    learn.remove_cb(Spy); learn.logger = print
-    with accumulation(4): learn.fit(1); learn.recorder.smooth_loss = AvgSmoothLoss(); learn.export('a.pkl')
-    names = zipfile.ZipFile(tmp_path/'a.pkl')
-    assert not any(b'fastai_accum' in names.read(o) for o in names.namelist())
 
 def test_blocks_that_overlap():
     "As in two threads: off when the last one has ended"

@@ -8,7 +8,7 @@ pytest.importorskip('accelerate',
                     reason='fastai trains in several processes through accelerate, which is not installed')
 from several import *
 
-LIMIT = 3600   # seconds for all cases together, on a very busy machine
+LIMIT = 3600   # seconds, a guard against processes that wait for ever: no test is to come near it
 
 def free_port():
     with socket.socket() as s: s.bind(('127.0.0.1', 0)); return s.getsockname()[1]
@@ -17,13 +17,13 @@ root = Path(__file__).resolve().parents[1]
 path = filter(None, [os.environ.get('PYTHONPATH'), str(root)])
 env = {**os.environ, 'PYTHONPATH':os.pathsep.join(path), 'OMP_NUM_THREADS':'1', 'PYTHONWARNINGS':'ignore'}
 
-def run(world, folder, names, limit=LIMIT):
+def run(world, folder, names):
     "Start the processes, and wait for all of them: exit codes and what they print"
     logs = [folder/f'log{r}' for r in range(world)]
     ps = [subprocess.Popen([sys.executable, root/'tests'/'several.py', str(r), str(world), folder, *names],
                            env={**os.environ, **env}, stdout=l.open('w'), stderr=subprocess.STDOUT)
           for r,l in enumerate(logs)]
-    end = time.time()+limit
+    end = time.time()+LIMIT
     try: codes = [p.wait(max(1, end-time.time())) for p in ps]
     finally:
         for p in ps: p.kill()
@@ -105,7 +105,7 @@ def test_on_two_devices(fakegpu, tmp_path_factory, monkeypatch):
 @pytest.mark.parametrize('name', alone)
 def test_an_end_that_one_process_sees(name, tmp_path):
     "An error in one process, or its end between two norms: the other one does not wait for ever"
-    codes,logs = run(2, tmp_path, [name], limit=100)
+    codes,logs = run(2, tmp_path, [name])
     assert all(codes), 'a process has gone on'
     assert any(re.search(alone[name], o) for o in logs), [o[-3000:] for o in logs]
 
@@ -142,10 +142,10 @@ def train():
     assert err<=1e-12, err
     print(f'process {rank_distrib()} of {num_distrib()}: {c.n_steps} steps, {c.n_stepped} samples', flush=True)
 '''
-def output(args, folder, limit=150):
+def output(args, folder):
     "What Python prints when it runs `args`"
     res = subprocess.run([sys.executable, *args], cwd=folder, env={**os.environ, **env}, capture_output=True, text=True,
-                         timeout=limit)
+                         timeout=LIMIT)
     assert not res.returncode, res.stdout+res.stderr[-3000:]
     return res.stdout
 
@@ -164,9 +164,9 @@ def launched(how, folder):
     said = sorted(re.findall(r'process \d of 2: \d+ steps, \d+ samples', output(args, folder)))
     assert said==[f'process {r} of 2: 6 steps, 90 samples' for r in range(2)]
 
-@pytest.mark.parametrize('how', ['torchrun','accelerate','notebook_launcher'])
+@pytest.mark.parametrize('how', ['torchrun','notebook_launcher'])
 def test_launched(how, tmp_path, monkeypatch):
-    "A script in `distrib_ctx` trains what one process trains"
+    "A script in `distrib_ctx` trains what one process trains; `accelerate launch` starts the script of the page, below"
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
     launched(how, tmp_path)
 
@@ -186,7 +186,7 @@ def test_script_of_the_page(tmp_path, monkeypatch):
         Image.fromarray(np.random.default_rng(i).integers(0, 255, (32,32,3), dtype=np.uint8)).save(folder/f'{i}.png')
     end = "\nprint(f'process {rank_distrib()}: {learn.micro_batches.counts.n_steps} steps', flush=True)"
     (tmp_path/'train.py').write_text(parts['before']+parts['around']+parts['whole']+end)
-    said = output(launch(), tmp_path, 400)
+    said = output(launch(), tmp_path)
     assert 'exact=True is proved on your model' in said
     assert sorted(re.findall(r'process (\d): 1 steps', said))==['0','1']   # 72 images in each: one batch of 64
 

@@ -3,7 +3,7 @@
 A model that looks at the batch is refused, an ordinary one is proved, and nothing of the learner moves. test_kinds has
 the models that were silently wrong once."""
 import gc,re,signal,sys,threading,time,warnings,weakref
-from harness import *
+from nets import *
 from kinds import Odd
 from fastai_accum.all import *
 from fastai_accum.modes import Coins,middle
@@ -22,10 +22,7 @@ def net(*more):
 
 def learner(model, *cbs, n=20, bs=8, dls=None, **kwargs):
     dls = dls or make_dls(n, bs, x=images[:n], y=classes(n))
-    learn = Learner(dls, model, nn.CrossEntropyLoss(), SGD, lr=.1, cbs=L(cbs), **kwargs)
-    learn.remove_cb(ProgressCallback)
-    learn.logger = noop
-    return learn
+    return quiet(Learner(dls, model, nn.CrossEntropyLoss(), SGD, lr=.1, cbs=L(cbs), **kwargs))
 
 def n_proofs(capsys): return capsys.readouterr().out.count('is proved on your model')
 
@@ -192,17 +189,16 @@ def test_it_is_proved_again_when_something_changes(capsys):
         made += n_proofs(capsys)
         assert made==n
 
-ran = []
-def slow(m, x): ran.append(time.time()); time.sleep(.3); return x
+ran = []   # when
+def notes(m, x): ran.append(time.time()); return x
 
 def test_a_line_says_how_far_it_is_and_the_epoch_does_not_count_it(capsys):
     ran.clear()
-    learn = learner(net(Odd(slow)), MicroBatch(4, coupled=True), n=8)
+    learn = learner(net(Odd(notes)), MicroBatch(4, coupled=True), n=8)
     learn.add_cb(ProgressCallback())
     learn.fit(1)
     out = capsys.readouterr().out
-    left = list(map(int, re.findall(r'is tried on your model, about (\d+) s more', out)))
-    assert len(left)==5, out
+    assert len(re.findall(r'is tried on your model, about \d+ s more', out))==5, out
     assert learn.recorder.start_epoch>ran[0]   # it began before the trial, and the trial's time is not its own
 
 def breaks(m, x):
@@ -254,16 +250,12 @@ def test_a_multiple_of_four_samples(capsys):
          model=lambda: net(Odd(clips)).double(), fit=Self.fit(1, .1), splitter=params, but=('step.grads','opt'))
     assert n_proofs(capsys)==1
 
-def normed():
-    torch.manual_seed(0)   # without the bias, whose gradient would be rounding only
-    return nn.Sequential(nn.Linear(6, 5, bias=False), nn.BatchNorm1d(5), nn.Dropout(.3), nn.Linear(5, 3)).double()
-
 class OwnBackward(Callback):
     "A second backward pass through the batch's predictions"
     def before_backward(self): (.1*self.pred.pow(2).mean()).backward(retain_graph=True)
 
-@each(case=[(dict(coupled=True, exact=True), normed, noop), (dict(exact=True), small_model, OwnBackward),
-            (dict(coupled=True), small_model, OwnBackward)])   # without norms, beside slices
+@each(case=[(dict(coupled=True, exact=True), lambda: normed(nn.Dropout(.3)), noop),
+            *((o, small_model, OwnBackward) for o in (dict(exact=True),dict(coupled=True)))])   # without norms
 def test_trains_as_the_whole_batch(case):
     "Coupled and exact together are exact; and beside a callback with a backward pass of its own"
     kw,model,also = case
@@ -276,8 +268,8 @@ def test_constant_images(value):
     for seed in range(3):
         torch.manual_seed(seed)
         model = nn.Sequential(*conv(3), *conv(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8,3))
-        dl = DataLoader([(torch.full((8,3,12,12), value),classes(8))], bs=None)
-        learner(model, MicroBatch(4, exact=True), dls=DataLoaders(dl, dl)).fit(1)
+        dls = of_batches([(torch.full((8,3,12,12), value),classes(8))])
+        learner(model, MicroBatch(4, exact=True), dls=dls).fit(1)
 
 def leads_to(o): return lambda: o
 

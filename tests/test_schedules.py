@@ -1,9 +1,8 @@
 """Windows on a schedule, against a loop by hand over batches whose size changes at the same samples."""
 import pytest
-from harness import *
+from nets import *
 import fastai_accum.extras   # the plot
 
-def grows(pct): return 1 if pct<.3 else 3 if pct<.7 else 6
 cosine = SchedCos(.05, .001)
 W = torch.tensor([1.,10.,3.]).double()
 

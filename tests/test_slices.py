@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from unittest import mock
 from weakref import WeakKeyDictionary
-from harness import *
+from nets import *
 from kinds import Odd
 from fastai_accum import microbatch
 from fastai_accum.microbatch import *
@@ -33,7 +33,6 @@ def alike(cb, tol=TOL, **kwargs):
 def odd(f, **kwargs): return lambda: Odd(f, m=small_model(), **kwargs)
 
 modes = each(coupled=[False,True])
-def out_of_memory(*_): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB')
 
 def test_weight():
     "`weight=` for a loss that `loss_weight` does not know"
@@ -92,9 +91,7 @@ def structured():
 
 def listed(batch, n, bs):
     "Loaders of two inputs, which have what `batch` makes of ranges of samples"
-    dls = DataLoaders(*[DataLoader([batch(i, min(i+bs,k)) for i in range(0, k, bs)], bs=None) for k in (n,24)])
-    dls.n_inp = 2
-    return dls
+    return of_batches(*([batch(i, min(i+bs,k)) for i in range(0, k, bs)] for k in (n,24)), n_inp=2)
 def nested(i, j):
     x,side,y,z = (o[i:j] for o in (features(80),features(80, 2),classes(80),features(80, 3)))
     return x,dict(side=side, scale=tensor(2.).double(), name='side'),y,z
@@ -320,9 +317,7 @@ class OwnOptimizer(Callback):
     run_valid = False
     def before_fit(self): self.opt = torch.optim.SGD(self.learn.loss_func.parameters(), lr=.1)
     def before_step(self): self.opt.step(); self.opt.zero_grad()
-class Scaled(nn.Module):
-    def __init__(self): super().__init__(); self.s = nn.Parameter(torch.ones(3).double())
-    def forward(self, p, y): return F.cross_entropy(p*self.s, y)
+
 @modes
 def test_parameters_of_the_loss(coupled):
     for cbs,plain,bs,tol,models in ([MicroBatch(5, coupled=coupled)],[],32,TOL,(small_model,small_model)), \
@@ -474,7 +469,7 @@ def test_auto_goes_back_twice_to_what_was_there():
         learn.fit(1, .02)
     def dls(n, bs):
         parts = [(features(80)[i:j],classes(80)[i:j]) for i,j in ((0,8),(8,40),(40,48),(48,80))]
-        return DataLoaders(*[DataLoader(parts, bs=None) for _ in range(2)])
+        return of_batches(parts)
     a,b = (train([MicroBatch(bs),AccumulateStep(2)], dls=dls, fit=fit, model=m)
            for bs,m in (('auto',partial(Small, 8)),(8,Noisy)))
     assert_same(a, b, tol=0)
@@ -572,18 +567,13 @@ class Penalty(Callback):
         at = self.learn.pred if self.of=='pred' else self.learn.xb
         g, = torch.autograd.grad(self.learn.pred.pow(2).sum(), at, **self.kwargs)
         self.learn.loss_grad = self.learn.loss_grad+(self.learn.pred.sum(1)*g.pow(2).mean(1)).mean()
-def with_norm():
-    m = small_model()
-    m[0].bias = None   # its gradient would be 0, but for rounding
-    m.insert(1, nn.BatchNorm1d(5).double())
-    return m
 
-@each(5, kw=[dict(create_graph=True), dict(retain_graph=True)], model=[small_model,with_norm], way=['coupled','exact'])
+@each(5, kw=[dict(create_graph=True), dict(retain_graph=True)], model=[small_model,normed], way=['coupled','exact'])
 def test_gradient_penalties(kw, model, way):
     "They are exact; only two backward passes through exact batch norms are refused"
     def run(of, *cbs): return train([Penalty(of, **kw), *cbs], model=model)
     cb,is_exact = partial(MicroBatch, 5, **{way:True}),way=='exact'
-    if not is_exact and model is with_norm: return   # it sees slices
+    if not is_exact and model is normed: return   # it sees slices
     assert_same(run('pred', cb()), run('pred'))
     if model is small_model or 'retain_graph' in kw: return assert_same(run('x', cb()), run('x'))
     with pytest.raises(RuntimeError, match='(?s)event `after_loss`.*MicroBatch: .*create_graph=True'): run('x', cb())

@@ -7,7 +7,7 @@ from contextlib import nullcontext,suppress
 from operator import setitem
 from torch.optim.lr_scheduler import StepLR
 from torchvision.ops import stochastic_depth
-from harness import *
+from nets import *
 from kinds import Odd
 from fastai_accum.all import *
 from fastai_accum.know.bench import learner_state,unchanged
@@ -42,9 +42,7 @@ hows = *moves,*places
 
 def fit(learn): learn.fit(1); return learn
 def make(how='lerp_', *cbs):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6,5), Moves(how), nn.Tanh(), nn.Linear(5,3)).double()
-    return make_learner(make_dls(64, 8), model, cbs=list(cbs))
+    return make_learner(make_dls(64, 8), layers(Moves(how)), cbs=list(cbs))
 def untouched(name, learn):
     was = left(learn)
     trials[name](learn)
@@ -311,7 +309,7 @@ def test_what_lives_is_left_alone():
         def after_batch(self): self.q.put(self.iter)
     learn = make_learner(make_dls(96, 8), cbs=Logs())
     try: few(learn)
-    finally: q.put(None); learn.logs.thread.join(5)
+    finally: q.put(None); learn.logs.thread.join()
     assert got==list(range(6)) and q.empty()
 
 # ---- nothing logs it, and what else goes wrong with a trial

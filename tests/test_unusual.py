@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 from torch.utils.data import BatchSampler,TensorDataset,WeightedRandomSampler
 from torch.utils.data import DataLoader as TorchLoader
-from harness import *
+from nets import *
 from fastai_accum.loss import *
 from fastai_accum.microbatch import *
 
@@ -12,10 +12,8 @@ def alike(cbs=lambda: AccumulateStep(4), **kwargs):
     return same(cbs, **{**one_group, **kwargs})
 
 def prebatched(make, n, bs, n_inp=1):
-    batches = lambda n, bs: DataLoader([make(list(range(i, min(i+bs, n)))) for i in range(0, n, bs)], bs=None)
-    dls = DataLoaders(batches(n, bs), batches(16, 16))
-    if n_inp: dls.n_inp = n_inp
-    return dls
+    batches = [make(list(range(i, min(i+bs, n)))) for i in range(0, n, bs)]
+    return of_batches(batches, [make(list(range(16)))], n_inp)
 
 # Targets that have no row for each sample
 

@@ -1,6 +1,6 @@
 "`learn.what_fits()`: what it measures, what it suggests, and that it changes nothing; on small models"
 import gc,pytest
-from harness import *
+from nets import *
 from fastai.tabular.all import TabularDataLoaders,Categorify,Normalize,tabular_learner
 from fastai.text.all import AWD_LSTM,TextDataLoaders,awd_lstm_clas_config,text_classifier_learner
 import fastai_accum.all
@@ -39,10 +39,6 @@ def learner(model=None, bs=16, px=24, dl_bs=None, **kwargs):
     data = [(torch.randn(1, px, px), i%3) for i in range(3*bs)]
     dls = DataLoaders.from_dsets(data, data, bs=dl_bs or bs, device='cpu')
     return quiet(Learner(dls, model or net(), loss_func=nn.CrossEntropyLoss(), **kwargs))
-
-def quiet(learn):
-    learn.remove_cb(ProgressCallback); learn.logger = noop
-    return learn
 
 def fits(learn, budget='1KB'):
     "So nothing fits, and all is tried; the learner is as before"

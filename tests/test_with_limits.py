@@ -1,6 +1,7 @@
 "What acts once a micro-batch by its nature, by how much that differs, and what to do instead"
 from matrix import *
 from fastai_accum.microbatch import *
+from nets import clamped
 from test_with_losses import not_same
 
 def clip(cb):
@@ -25,11 +26,6 @@ class SAM(Callback):
         learn.loss_func(learn.model(*learn.xb), *learn.yb).backward()
         with torch.no_grad():
             for p,e in zip(ps, es): p.sub_(e)
-
-def clamped():
-    m = small_model()
-    for p in m.parameters(): p.register_hook(lambda g: g.clamp(-.01, .01))
-    return m
 
 def taught():
     "A teacher that follows in `forward`"

@@ -1,5 +1,6 @@
 "Losses, in windows of very unequal weights (`test_losses` has the grids), and what is not the same"
 from matrix import *
+from nets import masked
 from test_losses import N,W,flat,ignoring,losses,pair as loss_pair,rare
 
 fastais = dict(   # cases of `flat`, and a note
@@ -37,8 +38,6 @@ test_modules = trained('FocalLoss, LabelSmoothingCrossEntropy', 'The plain modul
 test_functions = trained(
     'functions of `torch.nn.functional`', 'Also a `partial` of one, with its class weights and ignored targets.',
     'ce_function', 'ce_function_w', 'mse_function')
-
-def masked(pred, targ, mask): return (((pred-targ)**2).mean(1)*mask).sum()/mask.sum()
 
 @row('Losses', 'a loss of your own',
      note='A mean over samples works without an argument. Any other needs `weight=`, here a masked mean.')

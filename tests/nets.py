@@ -1,0 +1,51 @@
+"""Models, losses, loaders and schedules that several files of tests share; `harness` trains and compares what they are
+part of, and `kinds` has the odd models"""
+from harness import *
+
+# ---- models, and how a learner gets ready batches
+
+def layers(*ms, d=6, bias=True):
+    "Two layers around `ms`. Before a batch norm, leave out the bias: its gradient is nothing but rounding"
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(d,5,bias=bias), *ms, nn.Tanh(), nn.Linear(5,3)).double()
+
+def normed(*ms, **kwargs): return layers(nn.BatchNorm1d(5), *ms, bias=False, **kwargs)
+
+def of_batches(train, valid=None, n_inp=1, **kwargs):
+    "Loaders of these batches"
+    dls = DataLoaders(*[DataLoader(o, bs=None, **kwargs) for o in (train, train if valid is None else valid)], **kwargs)
+    for o in (dls,*dls.loaders) if n_inp else (): o.n_inp = n_inp
+    return dls
+
+def quiet(learn): learn.remove_cb(ProgressCallback).logger = noop; return learn
+
+class Stream(torch.utils.data.IterableDataset):
+    "Samples one after the other; if not `again`, each loop goes on where the one before was"
+    def __init__(self, again=True): self.data = None if again else self.new()
+    def new(self): yield from zip(features(400), classes(400))
+    def __iter__(self): return self.data or self.new()
+
+# ---- losses
+
+def masked(pred, targ, mask): return (((pred-targ)**2).mean(1)*mask).sum()/mask.sum()
+def pairs(p, y): return (p[::2]-p[1::2]).pow(2).mean()
+def triplets(p, y):
+    a,b,c = p.view(-1, 3, p.shape[1]).unbind(1)
+    return F.relu((a-b).pow(2).sum(1)-(a-c).pow(2).sum(1)+1).mean()
+
+class Scaled(nn.Module):
+    "A loss with a parameter that the optimizer does not hold"
+    def __init__(self): super().__init__(); self.s = nn.Parameter(torch.ones(3).double())
+    def forward(self, p, y): return F.cross_entropy(p*self.s, y)
+
+# ---- what models and callbacks do
+
+def grows(pct): return 1 if pct<.3 else 3 if pct<.7 else 6
+
+def out_of_memory(*_): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB')
+
+def clamped():
+    "A hook on each parameter clamps its gradient"
+    m = small_model()
+    for p in m.parameters(): p.register_hook(lambda g: g.clamp(-.01, .01))
+    return m
