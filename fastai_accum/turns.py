@@ -173,7 +173,7 @@ class Saved:
         self.kinds = []   # the shape and the type of each
         self.here = {}    # the tensors that are here again, by number
         self.at = [i for i,o in enumerate(flat) if isinstance(o, Tensor)]
-        # not its `grad_fn` alone, which PyTorch 2.6 empties when this goes
+        # not its `grad_fn` alone, which PyTorch 2.6 and 2.11 empty when this goes
         self.inputs = Inputs.apply(torch.ones((), requires_grad=True), *(flat[i] for i in self.at))
         self.rest = [None if isinstance(o, Tensor) else o for o in flat]
         self.autocast = Autocast().contexts()
