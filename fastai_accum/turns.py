@@ -163,6 +163,7 @@ class Inputs(Function):
     @staticmethod
     def backward(ctx, g): return (None,)*len(ctx.needs_input_grad)
 
+# %% ../nbs/turns.ipynb #savedpa2
 _lock = RLock()   # several devices have several threads for the backward pass
 class _AllHere(BaseException): "All that the first run has saved is here again"
 
