@@ -198,7 +198,7 @@ class Epoch:
     def train_window(self, i, batches):
         "Sum up the gradients of a window, and end it"
         learn = self.learn
-        hypers = [dict(h) for h in learn.opt.hypers]
+        hypers = list(map(dict, learn.opt.hypers))
         self.grads.begin()
         sum_up = partial(self.sum_up, i)
         try:
@@ -411,7 +411,7 @@ class Window:
                                "let it step through `_do_grad_opt`")
         if m.end=='step':
             for met in self.epoch.metrics: met.accumulate(learn)
-        if not is_last: self.after_batch()
+        if not is_last and self.epoch.each: self.after_batch()
 
     def after_batch(self):
         for cb in self.epoch.each: cb('after_batch')

@@ -21,7 +21,7 @@ from .state import lent
 class Alone:
     "One process; several have the same methods"
     n,synced = 1,False   # the number of processes; whether they share the statistics of batch norms
-    def silent(self): return nullcontext()   # a context in which the model sends nothing
+    silent = nullcontext                     # a context in which the model sends nothing
     def meet(self, ps, same): pass           # make sure that the processes are alike, before an epoch
     def sum(self, at, *vs, same=dict): return vs   # each of the numbers `vs`, added up over the processes
     def add_up(self, ps, used): pass         # add up the gradients of `ps`; `used`: how many have each

@@ -259,29 +259,32 @@ class State:
         try: self.put_back()
         except KeyboardInterrupt: self.put_back(); raise
 
-    @contextmanager
-    def untouched(self,
-        copied:Callable=None, # What a tensor holds in the block; `None`: what it holds now
-        another:Callable=_another # What stands in for an iterator
-    ):
-        "A block from which nothing stays"
-        try:
-            for o in self.tensors:
-                if o.grad is not None: o.tensor.grad = None   # it would be changed in place
-                if copied: o.tensor.data = copied(o.data)
-            self.stand_in(copied or _clone, another)
-            yield self
-        finally: self.restore()
+# %% ../nbs/state.ipynb #untouch2
+@patch
+@contextmanager
+def untouched(self:State,
+    copied:Callable=None, # What a tensor holds in the block; `None`: what it holds now
+    another:Callable=_another # What stands in for an iterator
+):
+    "A block from which nothing stays"
+    try:
+        for o in self.tensors:
+            if o.grad is not None: o.tensor.grad = None   # it would be changed in place
+            if copied: o.tensor.data = copied(o.data)
+        self.stand_in(copied or _clone, another)
+        yield self
+    finally: self.restore()
 
-    def stand_in(self, copied, another):
-        "Replace what cannot be put back in place, where it is held: iterators, and tensors with a graph"
-        new = {}
-        for o in self.dicts+self.rest:
-            if not isinstance(o, (CellType,dict,list,deque)): continue
-            for k,v in list(items(o)):
-                mine = _own(v, copied, another, new)
-                if mine is not v and isinstance(o, CellType): o.cell_contents = mine
-                elif mine is not v: o[k] = mine
+@patch
+def stand_in(self:State, copied, another):
+    "Replace what cannot be put back in place, where it is held: iterators, and tensors with a graph"
+    new = {}
+    for o in self.dicts+self.rest:
+        if not isinstance(o, (CellType,dict,list,deque)): continue
+        for k,v in list(items(o)):
+            mine = _own(v, copied, another, new)
+            if mine is not v and isinstance(o, CellType): o.cell_contents = mine
+            elif mine is not v: o[k] = mine
 
 # %% ../nbs/state.ipynb #3f0a6c22
 def _own(v, copied, another, new):
@@ -356,6 +359,7 @@ class Held:
 
 def _inside(o): return [v for _,v in items(o)]
 
+# %% ../nbs/state.ipynb #heldpar2
 class ModelState(State):
     "What a forward pass can change, of what is in the list `held`, as it is now"
     def __init__(self, held):

@@ -163,6 +163,7 @@ class Inputs(Function):
     @staticmethod
     def backward(ctx, g): return (None,)*len(ctx.needs_input_grad)
 
+# %% ../nbs/turns.ipynb #savedpa2
 _lock = RLock()   # several devices have several threads for the backward pass
 class _AllHere(BaseException): "All that the first run has saved is here again"
 
@@ -173,7 +174,8 @@ class Saved:
         self.kinds = []   # the shape and the type of each
         self.here = {}    # the tensors that are here again, by number
         self.at = [i for i,o in enumerate(flat) if isinstance(o, Tensor)]
-        self.node = Inputs.apply(torch.ones((), requires_grad=True), *(flat[i] for i in self.at)).grad_fn
+        # not its `grad_fn` alone, which PyTorch 2.6 and 2.11 empty when this goes
+        self.inputs = Inputs.apply(torch.ones((), requires_grad=True), *(flat[i] for i in self.at))
         self.rest = [None if isinstance(o, Tensor) else o for o in flat]
         self.autocast = Autocast().contexts()
 
@@ -189,7 +191,7 @@ class Saved:
     def run(self):
         "Run `forward` once more, up to the last tensor that it has saved"
         flat,n = [*self.rest],itertools.count()
-        for i,t in zip(self.at, self.node.saved_tensors): flat[i] = t
+        for i,t in zip(self.at, self.inputs.grad_fn.saved_tensors): flat[i] = t
         # its lists as they were: a DenseNet appends to them later
         args,kwargs = tree_unflatten(flat, self.spec)
         def pack(t):

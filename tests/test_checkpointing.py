@@ -3,7 +3,9 @@
 The models are float32, as users train them, and nothing is allowed to differ: weights, buffers, the state of the
 optimizer, losses, and the states of the generators. Only the memory at the peak does, and that is measured."""
 import pytest
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack,nullcontext,suppress
+from threading import Barrier
 from nets import *
 from fastai.text.all import AWD_LSTM,awd_lstm_clas_config,get_text_classifier,rnn_cbs
 from fastai.vision.all import create_unet_model,create_vision_model,resnet18,vgg11_bn,xresnet18
@@ -126,6 +128,25 @@ def test_it_recomputes():
     assert ns=={0:5, 1:5, 2:5} and len(own)==3, (ns,own)   # two batches, and one of validation
 
 in_batch = 'before_batch','after_pred','after_loss','after_backward','after_step','after_batch'
+def in_two_threads(way, n):
+    "What `n` models leave after two backward passes at the same time"
+    set_seed(0)
+    models,gate = [Net() for _ in range(n)],Barrier(2)
+    def backward(loss): gate.wait(); loss.backward()
+    with ExitStack() as stack,ThreadPoolExecutor(2) as pool:
+        for m in models: stack.enter_context(way(SimpleNamespace(model=m)))
+        outs = [models[i%n](torch.randn(4,3,16,16)) for i in range(2)]
+        list(pool.map(backward, (outs[0].square().mean(), outs[1].sin().sum())))
+    return [o for m in models for o in (*[p.grad for p in m.parameters()], *m.buffers())] + [torch.get_rng_state()]
+
+@pytest.mark.parametrize('n', [1,2])
+def test_two_threads_go_backward(n):
+    "Through graphs of their own, of one model or of two: a sum of two gradients has no order"
+    want = in_two_threads(nullcontext, n)
+    for _ in range(5):
+        got = in_two_threads(GradientCheckpointing().recomputing, n)
+        assert all(map(torch.equal, got, want))
+
 def ender(exc, event, order=0):
     "Raises at an event of the first batch, or at the first event of its name"
     def f(cb):
