@@ -212,6 +212,13 @@ def test_what_is_exact_comes_first():
     said = refused(learner(rows(lambda m, h: centre(h)), feats(), MicroBatch(bs, exact=True)))   # it has no blocks
     assert 'Write OffloadActivations() in its place' in said
 
+@each(bad=[False,True])
+def test_the_line_without_a_proof(bad):
+    "It is advised only if the batch that trains runs in slices: a model that takes few sizes has no trial"
+    def few_sizes(m, h): assert 32%len(h)==0; return h-.5*h.mean(0) if bad else h
+    with pytest.raises(Refused) as e: trained(learner(rows(few_sizes), feats(), MicroBatch(bs, exact=True)))
+    assert ('prove=False' in str(e.value))!=bad, e.value
+
 def too_many(m, h):
     if len(h)>bs: raise IndexError('not so many')
     return h
