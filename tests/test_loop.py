@@ -38,13 +38,15 @@ def of_sizes(*sizes):
     return of_windows([range(end-n, end) for n,end in zip(sizes, ends)])
 
 def test_samples_are_counted_as_they_arrive():
-    "Batches of 4, 32 and 24 samples are two windows of 30, not three; `n_iter` says three, since nobody knows"
-    def step(cb): assert cb.n_iter==3
+    "Batches of 4, 32 and 24 samples are two windows of 30, not three: `n_iter` says three, and the position is right"
+    at = []
+    def step(cb): at.append(cb.pct_train); assert cb.n_iter==3
     cbs = [AccumulateStep(n_samples=30, drop_last=False), Callback(after_step=step)]
     a,b = make_learner(of_sizes(4, 32, 24), cbs=cbs, opt_func=SGD),make_learner(of_sizes(36, 24), opt_func=SGD)
     for l in (a,b): l.fit(1)
     close(*([snapshot(l)[k] for k in ('params','step.grads','losses')] for l in (a,b)))
     assert a.accumulate_step.counts.sizes==[36,24]
+    close([*at, a.pct_train], [0,2/3,1])
 
 class OwnStep(Learner):
     "Makes the backward pass and the step by itself"
