@@ -166,6 +166,9 @@ class Inputs(Function):
 _lock = RLock()   # several devices have several threads for the backward pass
 class _AllHere(BaseException): "All that the first run has saved is here again"
 
+_swapped = ("GradientCheckpointing, MicroBatch: something has put other weights in by `p.data = …` since the forward pass, "
+            "which the backward pass computes again; let the weights of the forward pass stay until `after_backward`")
+
 class Saved:
     "The tensors that a run of `forward` saves: a number for each, until the backward pass runs it again"
     def __init__(self, forward, state, flat, spec):
@@ -176,6 +179,7 @@ class Saved:
         self.node = Inputs.apply(torch.ones((), requires_grad=True), *(flat[i] for i in self.at)).grad_fn
         self.rest = [None if isinstance(o, Tensor) else o for o in flat]
         self.autocast = Autocast().contexts()
+        self.weights = [(p,p.data_ptr()) for m in state.ms for p in m._parameters.values() if p is not None]
 
     def pack(self, t):
         self.kinds.append((t.shape,t.dtype))
@@ -188,6 +192,7 @@ class Saved:
 
     def run(self):
         "Run `forward` once more, up to the last tensor that it has saved"
+        if any(p.data_ptr()!=at for p,at in self.weights): raise NotPossible(_swapped)
         flat,n = [*self.rest],itertools.count()
         for i,t in zip(self.at, self.node.saved_tensors): flat[i] = t
         # its lists as they were: a DenseNet appends to them later
