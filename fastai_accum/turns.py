@@ -242,7 +242,8 @@ class Plain:
         self.seen *= 2
         # the model may return something else in validation
         model = get_model(learn.model)
-        join(*(micro.rehearsed(learn, held_by(model), model.forward, learn.xb, sizes[1]) or (preds,sizes)))
+        again = micro.rehearsed(learn, held_by(model), model.forward, learn.xb, sizes[1])
+        for found,ns in [again, (again[0][:1]*2,again[1][:1]*2)] if again else [(preds,sizes)]: join(found, ns)
 
 # %% ../nbs/turns.ipynb #35fd9f3b
 class Coupled:

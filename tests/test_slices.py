@@ -508,8 +508,10 @@ def test_refused_before_the_first_step():
     def hidden(m, x): h = m.m(x); return h,h[None].repeat(2,1,1)   # its samples are in the second dimension
     def number(m, x): h = m.m(x); return h,h.pow(2).mean()*m.training
     def often(m, x): h = m.m(x); return h,h.pow(2).mean()
-    for f,n,kw,match in (hidden,76,{},r'pred\[1\] is a Tensor of shape'),(hidden,76,dict(valid=False),None), \
-                        (hidden,4,{},None),(often,76,{},r'pred\[1\] is a Tensor of shape \(\)'),(number,76,{},None):
+    def five(m, x): h = m.m(x); return [h+i for i in range(5)]
+    shape = r'pred\[1\] is a Tensor of shape'
+    for f,n,kw,match in (hidden,76,{},shape),(hidden,76,dict(valid=False),None),(hidden,4,{},None), \
+                        (often,76,{},rf'{shape} \(\)'),(number,76,{},None),(five,10,{},'pass another bs'):
         learn = make_learner(make_dls(76, n), odd(f)(), lambda p, y: F.cross_entropy(p[0], y),
                              cbs=MicroBatch(5, **kw), **one_group)
         with pytest.raises(ValueError, match=match) if match else nullcontext(): learn.fit(1, cbs=NoValid())
