@@ -48,6 +48,7 @@ class WindowCallback(Callback):
     left_out = False                   # whether a loss of weight 0 was left out
     floor = None                       # the c of a loss that divides by max(c, n)
     last_loss = None                   # the mean loss of the last window
+    told_few = False                   # that most windows make no step
     _stateattrs = ('window',)          # not copied, not saved
     __setattr__ = object.__setattr__   # fastai's also looks for each name in the model
 
@@ -56,11 +57,15 @@ class WindowCallback(Callback):
     def __repr__(self): return f"{type(self).__name__}({arguments(self)})"
 
     def after_fit(self):
-        "Say if callbacks, or weights of 0, have left nothing of most windows"
-        n,made = len(self.counts.sizes),self.counts.n_steps
         if vars(self).pop('before_backward', None) and has_own_loop(self.learn):
             warnings.warn(_own_loop.format(self), stacklevel=2)
-        if 2*made>=n or 'lr_finder' in vars(self.learn): return
+        self.count_steps()
+
+    def count_steps(self):
+        "Say once if callbacks, or weights of 0, leave nothing of most windows: after the first ones, and when the fit ends"
+        n,made = len(self.counts.sizes),self.counts.n_steps
+        if self.told_few or 2*made>=n or 'lr_finder' in vars(self.learn): return
+        self.told_few = True
         warn(f"{self}: the fit has made {made or 'no'} step{'s'*(made!=1)} in {n} windows: the others were cancelled, or "
              "have the weight 0. If a callback accumulates by itself, remove it")
 
@@ -131,7 +136,7 @@ def begin(self:WindowCallback):
     self.check()
     check_learner(self, learn)
     setattr(learn, self.name, self)   # fastai forgets it when it removes another of this name
-    vars(self).update(counts=Counts(), scale=None, last_loss=None, left_out=False, floor=None)
+    vars(self).update(counts=Counts(), scale=None, last_loss=None, left_out=False, floor=None, told_few=False)
     if in_charge(learn) is not self: return
     if not hasattr(type(self), 'before_backward'): self.before_backward = self.own_loop
     windows = self.in_windows(learn, learn.dls.train)
@@ -224,6 +229,7 @@ class Epoch:
         win.step()
         acc.counts.n_samples = self.n_before+self.windows.n_samples
         acc.counts.sizes.append(win.n_stepped)
+        if len(acc.counts.sizes)==8: acc.count_steps()
         is_logged = acc.last_loss is not None or not len(learn.yb)   # there is a loss to log, or nothing to learn
         for cb in learn.cbs.sorted('order'):
             if cb not in had_it and (is_logged or isinstance(cb, TrainEvalCallback)): cb('after_batch')

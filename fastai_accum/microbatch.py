@@ -22,7 +22,7 @@ from .turns import Coupled,Hidden,Plain
 from .private import compiled_in_place
 from .state import Held,ModelState,State,everybodys,lent,owners,refuse_lazy,switches,with_memory
 from .devices import Autocast,accelerators,free_memory,is_out_of_memory
-from .slices import is_array,join,n_rows,slices,versions
+from .slices import count_rows,cut_in,even_sizes,is_array,is_clear,join,versions
 from .windows import batch_size,made_of,n_of
 
 # %% ../nbs/microbatch.ipynb #cutt0006
@@ -117,19 +117,22 @@ def most(self:MicroBatch, learn, n):
     return min(n, self.fits.get(learn.training, n)) if self.bs=='auto' else self.bs
 
 @patch
-def cut(self:MicroBatch, learn, b, bs=None):
-    "The slices of `b`, and the number of samples in each"
+def cut(self:MicroBatch, learn, b, bs=None, yb=()):
+    "The slices of `b`, and the number of samples in each; targets `yb` that are not cut may help to count"
     is_batch = bs is None
-    if not self.split: n_rows(b)   # which says what cannot be cut
-    if is_batch:
-        self.n = n_of(learn, b)
-        self.size = bs = self.most(learn, self.n)
-    parts = (self.split or slices)(b, bs)
-    if self.split: check_slices(learn, b, parts, bs)
+    n = n_of(learn, b) if self.split else count_rows(b, yb)
+    if is_batch: self.n,self.size = n,(bs := self.most(learn, n))
+    if self.split:
+        parts = self.split(b, bs)
+        check_slices(learn, b, parts, bs)
+        sizes = [n_of(learn, o) for o in parts]
+    else:
+        sizes = even_sizes(n, bs) if is_batch else [bs]*(n//bs) + [n%bs]*bool(n%bs)
+        parts = cut_in(b, sizes)
     # processes wait for each other at each `SyncBatchNorm`
     if is_batch and learn.training and self.group.synced and not self.exact:
         self.group.sum(f'cuts a batch into {len(parts)} slices')
-    return parts,[n_of(learn, o) for o in parts]
+    return parts,sizes
 
 # %% ../nbs/microbatch.ipynb #8dbfd8af
 def check_slices(learn, b, parts, bs):
@@ -249,12 +252,27 @@ def in_slices(self:MicroBatch, learn, forward, xb):
     waits = learn.training and self.group.synced   # other processes may have more slices
     if len(parts)<2 and not waits: return forward(*xb)
     preds = self.mode.run(learn, forward, xb, parts, sizes)
-    return join(preds, sizes or [find_bs(o) for o in preds])
+    sizes = sizes or [find_bs(o) for o in preds]
+    if not learn.training and not self.mode.looked and not is_clear(preds[0], sizes):
+        self.mode.looked = True
+        if again := self.rehearsed(learn, self.mode.held, forward, parts[0], sizes[0]): join(*again)
+    return join(preds, sizes)
+
+@patch
+def rehearsed(self:MicroBatch, learn, held, forward, xb, n):
+    "What the model returns in validation for the slice `xb` of `n` samples, and for another size; `None` if it raises an error"
+    state = ModelState(held)
+    try:
+        other = cut_in(xb, [n-1,1])[0] if n>1 else join([xb]*2, [1]*2)
+        learn.model.eval()
+        with torch.no_grad(): return [forward(*o) for o in (xb,other)],[n,n-1 or 2]
+    except Exception: pass   # whatever the model raises, validation will say
+    finally: state.restore()
 
 @patch
 def cut_inputs(self:MicroBatch, learn, xb, bs=None):
     "The slices of the inputs `xb`, and the samples in each; `None` if there are no targets to count"
-    parts,sizes = self.cut(learn, (*xb,*learn.yb) if self.split else xb, bs)
+    parts,sizes = self.cut(learn, (*xb,*learn.yb) if self.split else xb, bs, learn.yb)
     return [o[:len(xb)] for o in parts],sizes if learn.yb or not self.split else None
 
 # %% ../nbs/microbatch.ipynb #5f4693b4

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from .devices import Autocast
 from .private import buffer_dict,change_hidden,copy_all,in_vmap,tree_flatten,tree_unflatten
-from .slices import NotPossible,Refused,join,keys,leaves,n_rows,tree_map,versions
+from .slices import NotPossible,Refused,count_rows,join,joins,keys,leaves,tree_map,versions
 from .state import ModelState,held_by
 from .windows import n_of
 
@@ -167,6 +167,9 @@ class Inputs(Function):
 _lock = RLock()   # several devices have several threads for the backward pass
 class _AllHere(BaseException): "All that the first run has saved is here again"
 
+_swapped = ("GradientCheckpointing, MicroBatch: something has put other weights in by `p.data = …` since the forward pass, "
+            "which the backward pass computes again; let the weights of the forward pass stay until `after_backward`")
+
 class Saved:
     "The tensors that a run of `forward` saves: a number for each, until the backward pass runs it again"
     def __init__(self, forward, state, flat, spec):
@@ -178,6 +181,7 @@ class Saved:
         self.inputs = Inputs.apply(torch.ones((), requires_grad=True), *(flat[i] for i in self.at))
         self.rest = [None if isinstance(o, Tensor) else o for o in flat]
         self.autocast = Autocast().contexts()
+        self.weights = [(p,p.data_ptr()) for m in state.ms for p in m._parameters.values() if p is not None]
 
     def pack(self, t):
         self.kinds.append((t.shape,t.dtype))
@@ -190,6 +194,7 @@ class Saved:
 
     def run(self):
         "Run `forward` once more, up to the last tensor that it has saved"
+        if any(p.data_ptr()!=at for p,at in self.weights): raise NotPossible(_swapped)
         flat,n = [*self.rest],itertools.count()
         for i,t in zip(self.at, self.inputs.grad_fn.saved_tensors): flat[i] = t
         # its lists as they were: a DenseNet appends to them later
@@ -215,9 +220,8 @@ def running_in(f): return type(getattr(f, '__self__', f)).__name__
 # %% ../nbs/turns.ipynb #aa3ca5fc
 class Plain:
     "Callbacks and the loss see one slice after another"
-    looked = False   # whether validation can join the predictions
     model = None     # any
-    def __init__(self, micro): self.micro = micro
+    def __init__(self, micro): self.micro,self.seen = micro,[]   # the first predictions
 
     def parts(self, learn, b):
         "The micro-batches of batch `b`, each with its samples, and whether it is the last"
@@ -227,18 +231,26 @@ class Plain:
             with hidden.rows(k, sizes): yield part,n,k==len(parts)-1
 
     def after_pred(self, learn):
-        "Refuse predictions that validation cannot join"
+        "Refuse predictions that validation cannot join, such as a number that is another one in each slice"
         micro = self.micro
         is_cut = micro.n and micro.size<micro.n
-        if self.looked or not is_cut or not micro.valid or micro.split: return
-        self.looked = True
-        def bare(o): return o.detach().to('meta') if isinstance(o, Tensor) else o   # takes no memory
-        n = n_rows(learn.xb)
-        join([tree_map(bare, learn.pred)]*2, [n]*2)
+        if len(self.seen)>1 or not is_cut or not micro.valid or micro.split: return
+        def bare(o):   # takes no memory
+            if not isinstance(o, Tensor): return o
+            return o.detach().to('meta') if o.numel()>1 else o.detach().cpu()
+        self.seen.append((tree_map(bare, learn.pred), count_rows(learn.xb, learn.yb)))
+        preds,sizes = map(list, zip(*(self.seen*2)[:2]))   # the first slice says most of it, before its loss
+        if joins(preds, sizes): return
+        self.seen *= 2
+        # the model may return something else in validation
+        model = get_model(learn.model)
+        again = micro.rehearsed(learn, held_by(model), model.forward, learn.xb, sizes[1])
+        for found,ns in [again, (again[0][:1]*2,again[1][:1]*2)] if again else [(preds,sizes)]: join(found, ns)
 
 # %% ../nbs/turns.ipynb #35fd9f3b
 class Coupled:
     "Callbacks and the loss see the whole batch; the model runs on each slice"
+    looked = False   # whether the predictions of an epoch of validation can be read in one way only
     is_cut = False   # whether the current batch has come to the model as it is
     more = ()        # objects beside the model that it can change
     def __init__(self, micro):

@@ -39,6 +39,11 @@ def once(learn, **kwargs): learn.fit_one_cycle(2, .02, **kwargs)
 def rank(): return int(os.environ.get('RANK', 0))
 def cancel(): raise CancelBatchException
 
+def counted_late(learn):
+    "A process that has cancelled its part of a window, late, has no sample in its step"
+    once(learn)
+    if isinstance(learn.model, DDP): assert learn.accumulate_step.counts.sizes==[0 if rank()==0 else 16,16]*2
+
 class Case:
     "Micro-batches of each process, and how they are trained on; `one` makes the callbacks of the one process"
     def __init__(self, sizes, n_step=4, y=None, loss_func=None, cbs=list, one=None, model=small_model, fit=once,
@@ -150,6 +155,8 @@ cases = dict(
     unused_never  = Case([4]*8, model=partial(Two, True), wrap=partial(DDP, find_unused_parameters=True),
                          left_out={(1,k) for k in range(4)}),
     static_unused = Case([4]*6, wrap=partial(DDP, find_unused_parameters=True, static_graph=True)),
+    cancels_late  = Case([4]*8, left_out={(0,1)}, leave='after_backward', fit=counted_late,
+                         joins=lambda cuts: [sum(cuts[1][:4], []), sum((o for c in cuts for o in c[4:]), [])]),
     cut_unequally = Case([4]*8, model=Buffered, fit=cut_unequally),
     rank_weighs_0 = Case([4]*4, loss_func=nn.CrossEntropyLoss(weight=tensor([0.,1.,3.]).double()),
                          y=of(0, range(4,8), range(12,16), range(20,24), range(28,32))),

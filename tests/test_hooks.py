@@ -77,8 +77,8 @@ def at(f, event='before_batch', n=0):
     def g(cb):
         if cb.training and cb.epoch==1 and (event!='before_batch' or cb.iter==n): f(cb.learn)
     return lambda: [Callback(**{event:g})]
-def within(do, undo):
-    return lambda: [Callback(before_batch=lambda cb: do(cb.model), after_pred=lambda cb: undo(cb.model))]
+def within(do, undo, until='after_pred'):
+    return lambda: [Callback(**{'before_batch':lambda cb: do(cb.model), until:lambda cb: undo(cb.model)})]
 
 def statistics(learn):
     for k in 'running_mean','running_var': setattr(learn.model[1][1], k, getattr(learn.model[1][1], k)+1)
@@ -93,6 +93,8 @@ def forward_of_a_batch(m): m.was = m[2].forward; m[2].forward = lambda x: m.was(
 def own_forward(m): m[2].forward = m.was
 def weight_of_a_batch(m): m.w = m[2][0].weight; m[2][0].weight = nn.Parameter(m.w.detach()*1.1)
 def own_weight(m): m[2][0].weight = m.w
+def data_of_a_batch(m): m.w = m[2][0].weight.data; m[2][0].weight.data = m.w*1.1
+def own_data(m): m[2][0].weight.data = m.w
 
 with_norm = partial(net, True)
 changes = dict(   # what, the model, and who refuses it; slices of `coupled` see their own batch norm
@@ -103,7 +105,10 @@ changes = dict(   # what, the model, and who refuses it; slices of `coupled` see
     mixing_hook=(at(mixing_hook, n=1), net, slices_refuse),
     eps=(within(lambda m: setattr(m[1][1], 'eps', .5), lambda m: setattr(m[1][1], 'eps', 1e-5)), with_norm, {}),
     mode=(within(lambda m: m[1].eval(), lambda m: m[1].train()), with_norm, {}),
-    forward=(within(forward_of_a_batch, own_forward), net, {}), weight=(within(weight_of_a_batch, own_weight), net, {}))
+    forward=(within(forward_of_a_batch, own_forward), net, {}), weight=(within(weight_of_a_batch, own_weight), net, {}),
+    # the backward pass would compute again with other weights
+    data=(within(data_of_a_batch, own_data), net, dict(checkpointing=Refused, **slices_refuse)),
+    data_until_backward=(within(data_of_a_batch, own_data, 'after_backward'), net, {}))
 
 cases = [(k,w) for k,(_,make,_) in changes.items() for w in ways if w!='coupled' or make is net]
 

@@ -209,6 +209,24 @@ def test_what_is_exact_comes_first():
     said = refused(learner(rows(lambda m, h: centre(h)), feats(), MicroBatch(bs, exact=True)))   # it has no blocks
     assert 'Write OffloadActivations() in its place' in said
 
+@each(times=[3,300])
+def test_how_sharp_it_is(times):
+    "Where weights cancel, the limit is 30 times what their last bit does: an error of ten limits is refused, a tenth passes"
+    large = [nn.Parameter(torch.full((1000,), 1e10, dtype=double)) for _ in range(2)]
+    m = Odd(lambda m, x: (x+m.a)-m.b, **dict(zip('ab', large)))
+    x = torch.randn(1, 1000, generator=g(0), dtype=double)
+    err = times*1e10*torch.finfo(double).eps*2**.5   # two weights move, and a number in `x` is about 1
+    way = Way('twice', (), lambda forward, yb, x: forward(x)*(1+err), '')
+    found = the_look.compare(Trial(m, [(x,)], 1, [way], double=False, learns=False))
+    assert found.fails==(times>30) and .5<times*found.limit/(30*found.error)<2, found
+
+@each(bad=[False,True])
+def test_the_line_without_a_proof(bad):
+    "It is advised only if the batch that trains runs in slices: a model that takes few sizes has no trial"
+    def few_sizes(m, h): assert 32%len(h)==0; return h-.5*h.mean(0) if bad else h
+    with pytest.raises(Refused) as e: trained(learner(rows(few_sizes), feats(), MicroBatch(bs, exact=True)))
+    assert ('prove=False' in str(e.value))!=bad, e.value
+
 def too_many(m, h):
     if len(h)>bs: raise IndexError('not so many')
     return h

@@ -108,3 +108,33 @@ def test_logits_of_all_pairs(kw):
     with pytest.raises(ValueError, match='return the embeddings, and compare all pairs of them in the loss'):
         train(logits, lambda p, y: own_pair(p['logits']))
     if kw: train(embed, lambda p, y: own_pair(p[0]@p[1].t()))
+
+def test_all_pairs_in_slices_of_one_size():
+    "A square may be rows or pairs: a slice of another size says which, in training and in validation alone; eight classes stay rows"
+    def learner(model, loss): return make_learner(make_dls(64, 16), model, loss, cbs=MicroBatch(8), **one_group)
+    for f in lambda l: l.fit(1),lambda l: l.validate():
+        learn = learner(Odd(logits, m=small_model(out=6)), lambda p, y: own_pair(p['logits']))
+        with pytest.raises(ValueError, match='return the embeddings'): f(learn)
+        assert not getattr(learn.spy, 'steps', ())
+    m = sizes()()
+    m.m = small_model(out=8)
+    learner(m, None).fit(2)
+    assert {o for o in logs[m] if o[0]!=8}=={(7,False)} and logs[m].count((7,False))==3   # in a fit, and in each validation
+
+def test_a_last_batch_of_nine():
+    "Two slices of alike size: batch norm cannot train on one sample"
+    model = lambda: nn.Sequential(nn.Linear(6,5), nn.BatchNorm1d(5), nn.Linear(5,3)).double()
+    sizes,m = [],model()
+    m[1].register_forward_pre_hook(lambda m, x: sizes.append(len(x[0])) if m.training else None)
+    make_learner(make_dls(25, 16), m, cbs=MicroBatch(8), **one_group).fit(1)
+    assert sizes==[8,8,5,4]
+
+@each(kw=ways)
+def test_images_in_a_list(kw):
+    "Eight images of three channels, all of one size: the targets tell that the list has an entry for each"
+    def stacked(m, xs): return m.m(torch.stack(list(xs)).flatten(1)[:,:6] if isinstance(xs, list) else xs)
+    def dls(bs):
+        def batch(idxs): return [*features(64, 12)[idxs].view(-1, 3, 4)],classes(64)[idxs]
+        dl = torch.utils.data.DataLoader(range(64), batch_size=bs, collate_fn=batch)
+        return DataLoaders(dl, dl)
+    whole(lambda: MicroBatch(4, prove=False, **kw), bs=8, dls=dls, model=lambda: Odd(stacked, m=small_model()))

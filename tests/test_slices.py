@@ -117,9 +117,10 @@ def test_slices():
     assert a[4]==('a','b','c') and c[4]==('d',) and a[5]['names']==['x']*3
     assert a[5]['more'][0]==['y']*3 and len(c[5]['more'][1])==1
     assert slices((['a','b','c'],), 2)==[(['a','b'],),(['c'],)]
-    for n,bs in (9,8),(20,8),(16,4),(7,3),(5,9):   # of alike size, and as few as there can be
-        sizes = [len(x) for x, in even_slices((torch.ones(n),), bs)]
-        assert sum(sizes)==n and len(sizes)==-(-n//bs) and max(sizes)-min(sizes)<2, (n,bs,sizes)
+    for n,bs,unit in (9,8,1),(20,8,4),(74,8,2),(16,4,4),(7,3,1),(5,9,1):   # alike, as few as there can be, and no group is cut
+        sizes = even_sizes(n, bs)
+        assert sum(sizes)==n and len(sizes)==-(-n//bs) and max(sizes)<=bs and max(sizes)-min(sizes)<=unit, (n,bs,sizes)
+        assert all(o%unit==0 for o in sizes)
     assert slices((('a','b'),('c','d')), 1)==[(('a',),('c',)),(('b',),('d',))]   # two inputs, and as many samples
     for o in objects: assert slices((o,torch.ones(4)), 4)[0][0] is o   # it need not be cut
     assert slices((SimpleNamespace(a='text', n=3),torch.ones(4)), 2)[1][0].n==3
@@ -500,8 +501,13 @@ def test_a_forward_of_the_user():
 def test_refused_before_the_first_step():
     "What validation could not join after the first epoch is refused in its first slice"
     def hidden(m, x): h = m.m(x); return h,h[None].repeat(2,1,1)   # its samples are in the second dimension
-    for n,kw,match in (76,{},r'pred\[1\] is a Tensor of shape'),(76,dict(valid=False),None),(4,{},None):
-        learn = make_learner(make_dls(76, n), odd(hidden)(), lambda p, y: F.cross_entropy(p[0], y),
+    def number(m, x): h = m.m(x); return h,h.pow(2).mean()*m.training
+    def often(m, x): h = m.m(x); return h,h.pow(2).mean()
+    def five(m, x): h = m.m(x); return [h+i for i in range(5)]
+    shape = r'pred\[1\] is a Tensor of shape'
+    for f,n,kw,match in (hidden,76,{},shape),(hidden,76,dict(valid=False),None),(hidden,4,{},None), \
+                        (often,76,{},rf'{shape} \(\)'),(number,76,{},None),(five,10,{},'pass another bs'):
+        learn = make_learner(make_dls(76, n), odd(f)(), lambda p, y: F.cross_entropy(p[0], y),
                              cbs=MicroBatch(5, **kw), **one_group)
         with pytest.raises(ValueError, match=match) if match else nullcontext(): learn.fit(1, cbs=NoValid())
         assert bool(learn.spy.steps)==(match is None)

@@ -362,11 +362,13 @@ def error(self:Bench, on, way=None):
         part,whole = (first(o.grads) or {} for o in self.seen)   # `{}` if nobody has called the optimizer
         both = {**part,**whole}   # no gradient counts as 0
         def flat(grads): return torch.cat([grads.get(k, (0,0*x))[1] for k,(_,x) in both.items()])
+        if not self.seen[1].grads:
+            raise ValueError("check_accumulation: a callback cancels the step, or the batch. If it accumulates by itself, "
+                             "as recipes of forums do, remove it")
         if not whole or not 0<flat(whole).norm()<math.inf:
-            raise ValueError(f"check_accumulation: the gradient of the samples is zero or not "
-                             "finite. Maybe the loss ignores all their labels: load others. "
-                             "Maybe it does not depend on the model. Maybe a callback cancels the "
-                             "step, or hooks make it in the backward pass: let `opt_func` make it")
+            raise ValueError("check_accumulation: the gradient of the samples is zero or not finite. Maybe the loss "
+                             "ignores all their labels: load others. Maybe it does not depend on the model. Maybe the step "
+                             "is over, since hooks make it in the backward pass: let `opt_func` make it")
         if (err := off(((),flat(part)), ((),flat(whole))))>self.tol: break
     return err
 

@@ -16,7 +16,7 @@ from .compare import NotTried,Proof,Trial,compare,look
 from .dry import planning
 from ..refusals import NotProved,as_line,is_a,warn
 from ..state import what_runs
-from ..slices import NotPossible,Refused,is_floating,join,leaves,n_rows,slices,tree_map
+from ..slices import NotPossible,Refused,count_rows,is_floating,join,leaves,n_rows,slices,tree_map
 from ..windows import n_of
 
 # %% ../../nbs/proof/guard.ipynb #0139bc51
@@ -40,14 +40,14 @@ def guard(cb, learn, xb):
     try:
         if now!=was or not able<=trained:
             proof = _blamed(ways, prove)
-            if not proof.n and getattr(cb, 'exact', False):
-                raise Refused(f"{_not_tried(way, proof)}, and {_unknown}. To train without the proof, write "
-                              f"{as_line(cb)[:-1]}, prove=False)")
             if proof.fails: _refuse(proof.way or way, model, proof, prove)
             if proof.n: _proved[learn][key] = now,every
         if way.size:
             looked = look(model, b, n_of(learn, b), len(xb), cb.way(learn, way.size, cb.mode), status)
             if looked.fails: _refuse(way, model, looked, prove)
+        if proof and not proof.n and getattr(cb, 'exact', False):
+            advice = f". To train without the proof, write {as_line(cb)[:-1]}, prove=False)"*bool(looked and looked.n)
+            raise Refused(f"{_not_tried(way, proof)}, and {_unknown}{advice}")
     finally:
         status.end()
         took = time.time()-start
@@ -98,8 +98,11 @@ def _smaller(b):
 def _first_proof(model, ways, xb, yb, able, tick, is_alone):
     "The `Proof` on the first batches on which a trial does not fail; its `n` is 0 if there are none"
     split,size = (first(getattr(w, k) for w in ways() if getattr(w, k)) for k in ('split','size'))
-    # what has a row for each sample, if the inputs are texts
-    b = (*xb,*yb) if split else (*xb,leaves((*xb,*yb))[0][1])
+    found = [o for _,o in leaves((*xb,*yb))]
+    if not split:   # a tensor with a row for each sample comes last, if the inputs are texts or lists
+        n = count_rows(xb, yb)
+        found = [o for o in found if o.ndim and len(o)==n] or found
+    b = (*xb,*yb) if split else (*xb,found[0])
     doubles = [True,False] if is_alone and has_float64(next(model.parameters()).device) else [False]
     units = [1,size] if size and not split else [1]   # some models want a multiple of some number
     parts = [noop,noisy] if split else [_smaller,noop,noisy]
@@ -109,7 +112,7 @@ def _first_proof(model, ways, xb, yb, able, tick, is_alone):
         try: found = compare(trial)
         except NotTried as e: why = str(e)
         else:
-            found.n = len(leaves(batches[0])[0][1])
+            found.n = len(leaves(batches[0])[0 if split else -1][1])
             return found
     return Proof(of=why)
 
