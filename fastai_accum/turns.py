@@ -140,6 +140,7 @@ class Hidden:
 # %% ../nbs/turns.ipynb #f31e1ec0
 class Recompute:
     "Runs `forward` and keeps only its arguments; the backward pass runs it again, from the state before"
+    kind = None   # another class than `Saved`
     def __init__(self,
         forward:Callable, # What to run
         state:Callable, # Returns the `ModelState` as it is now
@@ -149,7 +150,7 @@ class Recompute:
     def __call__(self, *args, **kwargs):
         if not torch.is_grad_enabled() or in_vmap(): return self.forward(*args, **kwargs)
         flat,spec = tree_flatten((args,kwargs))
-        was,saved = versions(flat),Saved(self.forward, self.state(), flat, spec)
+        was,saved = versions(flat),(self.kind or Saved)(self.forward, self.state(), flat, spec)
         with saved_tensors_hooks(saved.pack, saved.unpack): res = self.forward(*args, **kwargs)
         if versions(flat)!=was: raise NotPossible(self.in_place)
         return res

@@ -105,9 +105,9 @@ class Trials:
     "What the trials of `learn` begin with, and what they find"
     def __init__(self, learn, budget=None):
         self.learn,self.rows,self.left_out,self.start = learn,[],defaultdict(list),time.time()
-        self.room = budget
         self.device = torch.device(getattr(learn.dls, 'device', None) or next(learn.model.parameters()).device)
         self.on_cpu = self.device.type=='cpu'
+        self.room = None if self.on_cpu else budget
         if not self.on_cpu and not counts_memory(self.device):
             raise RuntimeError(f"what_fits: PyTorch counts no memory on {self.device}; use a CPU")
         with unchanged(learn):
@@ -185,16 +185,16 @@ def try_way(t, *cbs):
 def try_all(t):
     "Measure one way after the other"
     if try_way(t).fits: return
-    try_way(t, GradientCheckpointing())
+    try_way(t, GradientCheckpointing(room=t.room))
     # with batch norm, `exact` needs memory of the host, which on a CPU has the activations already
     no_exact,why = t.on_cpu and splits_norms(t.learn),'on a CPU, nothing is saved'
     if t.on_cpu: t.left_out[why].append('`learn.offload_activations()`')
     else: try_way(t, OffloadActivations(t.room))
-    if not t.on_cpu and not best_of(t.rows): try_way(t, GradientCheckpointing(), OffloadActivations(t.room))
+    if not t.on_cpu and not best_of(t.rows): try_way(t, GradientCheckpointing(room=t.room), OffloadActivations(t.room))
     if no_exact: t.left_out[why].append('`learn.micro_batch(exact=True)`')
     fitting = try_slices(t, t.n)
     if fitting and not no_exact: try_slices(t, 2*fitting, exact=True)
-    if not best_of(t.rows): try_slices(t, t.n, GradientCheckpointing())
+    if not best_of(t.rows): try_slices(t, t.n, GradientCheckpointing(room=t.room))
 
 def try_slices(t, size, *cbs, **kwargs):
     "Halve `size` until such slices fit, which it returns, or until they save little or are refused"
