@@ -24,9 +24,10 @@ def bert(): return Transformer(768, 512, 12, 12)
 # the model, a batch of n samples, and n for the tables
 nets = {'ResNet-50, 64 images of 224 pixels':(resnet(resnet50), partial(images, px=224), 64),
         'a transformer with 12 layers of 768, 32 texts of 512 tokens':(bert, partial(tokens, length=512), 32)}
-ways = {'the large batch':lambda bs: [], 'GradientCheckpointing':lambda bs: [GradientCheckpointing()], 'OffloadActivations':lambda bs: [OffloadActivations()],
+ways = {'the large batch':lambda bs: [], 'GradientCheckpointing':lambda bs: [GradientCheckpointing(room=0)], 'OffloadActivations':lambda bs: [OffloadActivations(room=0)],
+        'GradientCheckpointing + OffloadActivations':lambda bs: [GradientCheckpointing(room=0), OffloadActivations(room=0)], 'GradientCheckpointing, what fits stays':lambda bs: [GradientCheckpointing()],
         'MicroBatch':lambda bs: [MicroBatch(bs)], 'coupled=True':lambda bs: [MicroBatch(bs, coupled=True)], 'exact=True':lambda bs: [MicroBatch(bs, exact=True)]}
-whole = 'the large batch','GradientCheckpointing','OffloadActivations'   # nothing is cut
+whole = 'the large batch','GradientCheckpointing','OffloadActivations','GradientCheckpointing + OffloadActivations','GradientCheckpointing, what fits stays'   # nothing is cut
 
 def learner(net, n, cbs=(), n_batches=4, half=False):
     make,batch,_ = nets[net]

@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py            # print the tables, about an hour on one core
     python benchmarks/memory.py --save     # and write them to benchmarks/results/memory.json, which the docs show
-    python benchmarks/memory.py --save --only places U-Net   # these again: networks of the first two tables, or the table of places
+    python benchmarks/memory.py --save --only places U-Net   # these again: networks of the first two tables, or the tables `places` and `rooms`
 
 Without an accelerator whose allocator counts, it takes the simulated one in tests/simulated, which runs on the CPU and is slow.
 
@@ -20,6 +20,8 @@ from fastai.callback import fp16
 from fastai.callback.progress import ProgressCallback
 from fastai_accum.all import *
 from fastai_accum.devices import accelerator,api,counts_memory
+from fastai_accum.memory.offload import Copies
+from fastai_accum.turns import Saved
 import checkpointing,wholebatch
 
 def counted():
@@ -59,7 +61,7 @@ def quiet(learn):
 plain = {'AccumulateStep(n_step)':lambda n, bs: AccumulateStep(n_step=n//bs), 'AccumulateStep(n_samples)':lambda n, bs: AccumulateStep(n_samples=n)}   # the loader has small batches
 slices = {'MicroBatch':lambda n, bs: MicroBatch(bs), 'coupled':lambda n, bs: MicroBatch(bs, coupled=True)}
 whole = {'exact':lambda n, bs: MicroBatch(bs, exact=True), 'exact, half':lambda n, bs: MicroBatch(bs//2, exact=True),
-         'GradientCheckpointing':lambda n, bs: GradientCheckpointing(), 'OffloadActivations':lambda n, bs: OffloadActivations()}
+         'GradientCheckpointing':lambda n, bs: GradientCheckpointing(room=0), 'OffloadActivations':lambda n, bs: OffloadActivations(room=0)}
 ways = {'AccumulateStep':plain['AccumulateStep(n_step)'], **slices, **whole}
 
 class Block(nn.Module):
@@ -104,9 +106,42 @@ def architecture(net, device):
     def measure(cb=None):
         with redirect_stdout(io.StringIO()): learn = checkpointing.learner(net, cb, device)
         return peaks(learn, device)[0],*held_bytes(learn)
-    (p,held,more),(c,*_),(o,*_) = measure(),measure(GradientCheckpointing()),measure(OffloadActivations())
+    (p,held,more),(c,*_),(o,*_) = measure(),measure(GradientCheckpointing(room=0)),measure(OffloadActivations(room=0))
     print(f'{net}: {c/p:.3f}, {o/p:.3f}', flush=True)
     return dict(net=net, step=p/2**20, parameters=held/2**20, more=more/2**20, checkpointing=c/p, offload=o/p)
+
+# ---- what fits stays
+
+rooms = .5,.75,.95,1.,1.1,1.2   # of the peak of the plain run
+in_rooms = dict(checkpointing=lambda room: [GradientCheckpointing(room=room)], offload=lambda room: [OffloadActivations(room)], both=lambda room: [GradientCheckpointing(room=room), OffloadActivations(room)])
+
+def later_step(cbs, device):
+    "Of twelve blocks: how many run again in the last of six steps, the bytes that it moves there and back, and the peak of all, weights included"
+    n = Counter()
+    def counted(f, k, size):
+        def g(o, *args): n[k] += size(*args); return f(o, *args)
+        return g
+    count = Callback(before_batch=lambda cb: n.clear())
+    torch.manual_seed(0)
+    dl = DataLoader(list(zip(torch.randn(6*32,3,16,16), torch.randint(10, (6*32,)))), bs=32, device=device)
+    learn = quiet(Learner(DataLoaders(dl, dl, device=device), blocks(12).to(device), nn.CrossEntropyLoss(), SGD, lr=1e-3, cbs=[NoValid(), count, *cbs]))
+    gc.collect()
+    with (replaced.object(Saved, 'run', counted(Saved.run, 'again', lambda: 1)), replaced.object(Copies, '_send', counted(Copies._send, 'moved', lambda t, host: t.nbytes)),
+          replaced.object(Copies, '_start', counted(Copies._start, 'moved', lambda o: o.t.nbytes)), redirect_stdout(io.StringIO())):
+        api(device).reset_peak_memory_stats(device)
+        learn.fit(1)
+    return n['again'],n['moved'],api(device).max_memory_allocated(device)
+
+def what_stays(device):
+    "A row for each share of the memory of plain training: nine tenths of it are for the training"
+    _,_,peak = later_step([], device)
+    for share in (0,*rooms):
+        res = dict(share=share, peak=peak)
+        for k,make in in_rooms.items():
+            again,moved,most = later_step(make(int(.9*share*peak)), device)
+            res[k] = dict(again=again, moved=moved, peak=most/peak)
+        print(res, flush=True)
+        yield res
 
 # ---- ways × places
 
@@ -159,6 +194,8 @@ def show(res):
     print('\nThe peak of a training step and of pinned memory, in shares of the peak of the plain run\n')
     print(table([(r['net'], f"{r['step']:.0f} MiB", f"{r['parameters']:.0f} + {r['more']:.0f} MiB", f"{r['checkpointing']:.3f}", f"{r['offload']:.3f}") for r in res['architectures']],
                 ['network','plain step','parameters + gradients and Adam','GradientCheckpointing','OffloadActivations']))
+    print('\nWhat the sixth step of twelve blocks computes again, or moves there and back, in shares of the memory of the plain run\n')
+    print(table([(o['share'] or 'room=0', *(f"{o[k]['again']} blocks, {o[k]['moved']/2**20:.1f} MiB, peak {o[k]['peak']:.2f}" for k in in_rooms)) for o in res['rooms']], ['memory', *in_rooms]))
     print(f'\nThe weights after two epochs against those of the large batch, in the same place: {N} images in batches of {LARGE}, or in slices of {SMALL}\n')
     print(table([(r['way'], 'yes' if r['norm'] else 'no', *(f'{r[k]:.0e}' for k in ('cpu','device','half','rounding')), f"{r['memory']:.2f}") for r in res['places']],
                 ['way','batch norm and dropout','CPU, float64','accelerator, float64','accelerator, float16','the large batch, float16 for float64','memory']))
@@ -166,7 +203,7 @@ def show(res):
 if __name__=='__main__':
     p = argparse.ArgumentParser(); p.add_argument('--save', action='store_true'); p.add_argument('--only', nargs='*', default=()); args = p.parse_args()
     device,file = counted(),Path(__file__).parent/'results'/'memory.json'
-    res = json.loads(file.read_text(encoding='utf-8')) if args.only and file.exists() else dict(rows=[], architectures=[], places=[])
+    res = json.loads(file.read_text(encoding='utf-8')) if args.only and file.exists() else dict(rows=[], architectures=[], places=[], rooms=[])
     res.update(machine=f'{machine()}; counted by {by(device)}', by=by(device), simulated=is_simulated(device))
     print(res['machine'], flush=True)
     def wanted(o): return not args.only or o in args.only
@@ -175,6 +212,7 @@ if __name__=='__main__':
         names = {r['net'] for r in new}
         res[key] = sorted([*(r for r in res[key] if r['net'] not in names), *new], key=lambda r: list(order).index(r['net']))
         if args.save: save('memory', **res)
+    if wanted('rooms'): res['rooms'] = list(what_stays(device))
     if wanted('places'): res['places'] = [place(way, device) for way in {**plain, **slices, **whole} if way!='exact, half']
     for net in nets:
         if wanted(net): keep('rows', list(shares(net, device)), nets)

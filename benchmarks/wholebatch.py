@@ -21,7 +21,7 @@ def resnet(arch): return lambda px: create_vision_model(arch, 10, pretrained=Fal
 def vit(px): return VisionTransformer(px, 8, 8, 6, 192, 768, num_classes=10, dropout=.1)
 nets = {'ResNet-18':resnet(resnet18), 'ResNet-50':resnet(resnet50), 'transformer':vit}
 ways = {'the large batch':lambda bs: [], 'MicroBatch':lambda bs: MicroBatch(bs), 'coupled':lambda bs: MicroBatch(bs, coupled=True), 'exact':lambda bs: MicroBatch(bs, exact=True),
-        'GradientCheckpointing':lambda bs: GradientCheckpointing(), 'OffloadActivations':lambda bs: OffloadActivations()}
+        'GradientCheckpointing':lambda bs: GradientCheckpointing(room=0), 'OffloadActivations':lambda bs: OffloadActivations(room=0)}
 
 def learner(net, px, way, bs=SLICE):
     torch.manual_seed(0)
