@@ -236,8 +236,8 @@ def test_what_fits_on_a_device(fakegpu):
     learn.dls.to('fakegpu:0')
     own = torch.empty(2**20, pin_memory=True)   # such as that of a loader, which no line takes
     found = {o.line:o for o in fits(learn).ways}
-    whole,again,moved = found[''],found['learn.gradient_checkpointing()'],found["learn.offload_activations(room='1KB')"]
-    both = found["learn.gradient_checkpointing().offload_activations(room='1KB')"]
+    again,moved = "gradient_checkpointing(room='1KB')","offload_activations(room='1KB')"
+    whole,again,moved,both = [found[o] for o in ('',f'learn.{again}',f'learn.{moved}',f'learn.{again}.{moved}')]
     assert moved.peak<.6*whole.peak and moved.is_same and moved.ram and whole.fits is False
     assert both.peak<again.peak and both.is_same and not again.ram and own.is_pinned()
     budget = (moved.peak+whole.peak)//2
