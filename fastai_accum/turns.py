@@ -168,8 +168,8 @@ class Inputs(Function):
 _lock = RLock()   # several devices have several threads for the backward pass
 class _AllHere(BaseException): "All that the first run has saved is here again"
 
-_swapped = ("GradientCheckpointing, MicroBatch: something has put other weights in by `p.data = …` since the forward pass, "
-            "which the backward pass computes again; let the weights of the forward pass stay until `after_backward`")
+_swapped = ("GradientCheckpointing, MicroBatch with coupled=True or exact=True: something has put other weights in by `p.data = …` "
+            "since the forward pass, which the backward pass computes again; let the weights of the forward pass stay until `after_backward`")
 
 class Saved:
     "The tensors that a run of `forward` saves: a number for each, until the backward pass runs it again"
@@ -182,7 +182,7 @@ class Saved:
         self.inputs = Inputs.apply(torch.ones((), requires_grad=True), *(flat[i] for i in self.at))
         self.rest = [None if isinstance(o, Tensor) else o for o in flat]
         self.autocast = Autocast().contexts()
-        self.weights = [(p,p.data_ptr()) for m in state.ms for p in m._parameters.values() if p is not None]
+        self.weights = [(p,p.data_ptr()) for m in state.ms for p in m.parameters(recurse=False)]
 
     def pack(self, t):
         self.kinds.append((t.shape,t.dtype))
