@@ -15,7 +15,7 @@ from fastai.basics import *
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from .devices import Autocast
-from .private import buffer_dict,change_hidden,copy_all,in_vmap,tree_flatten,tree_unflatten
+from .private import buffer_dict,change_hidden,copy_all,in_vmap,parameter_dict,tree_flatten,tree_unflatten
 from .slices import NotPossible,Refused,count_rows,join,joins,keys,leaves,tree_map,versions
 from .state import ModelState,held_by
 from .windows import n_of
@@ -168,8 +168,9 @@ class Inputs(Function):
 _lock = RLock()   # several devices have several threads for the backward pass
 class _AllHere(BaseException): "All that the first run has saved is here again"
 
-_swapped = ("GradientCheckpointing, MicroBatch with coupled=True or exact=True: something has put other weights in by `p.data = …` "
-            "since the forward pass, which the backward pass computes again; let the weights of the forward pass stay until `after_backward`")
+_swapped = ("GradientCheckpointing, MicroBatch with coupled=True or exact=True: something has put other weights in by "
+            "`p.data = …` since the forward pass, which the backward pass computes again; let the weights of the forward "
+            "pass stay until `after_backward`")
 
 class Saved:
     "The tensors that a run of `forward` saves: a number for each, until the backward pass runs it again"
@@ -182,7 +183,7 @@ class Saved:
         self.inputs = Inputs.apply(torch.ones((), requires_grad=True), *(flat[i] for i in self.at))
         self.rest = [None if isinstance(o, Tensor) else o for o in flat]
         self.autocast = Autocast().contexts()
-        self.weights = [(p,p.data_ptr()) for m in state.ms for p in m.parameters(recurse=False)]
+        self.weights = [(p,p.data_ptr()) for m in state.ms for p in parameter_dict(m).values() if p is not None]
 
     def pack(self, t):
         self.kinds.append((t.shape,t.dtype))
