@@ -6,8 +6,9 @@ Docs: https://fastai-accum.github.io/fastai_accum/refusals.html.md"""
 
 # %% auto #0
 __all__ = ['scheduled', 'norm_costs', 'warn', 'NotProved', 'is_schedule', 'check_count', 'check_flags', 'check_function', 'named',
-           'is_a', 'arguments', 'as_line', 'check_loader', 'makes_windows', 'is_validation', 'check_learner',
-           'warn_left_out', 'check_loss', 'check_plan', 'check_size', 'splits_norms', 'whole_lines', 'note_batch_norm']
+           'is_a', 'arguments', 'as_line', 'check_loader', 'makes_windows', 'is_validation', 'check_once',
+           'check_learner', 'warn_left_out', 'check_loss', 'check_plan', 'check_size', 'splits_norms', 'whole_lines',
+           'note_batch_norm']
 
 # %% ../nbs/refusals.ipynb #16ecd46e
 import inspect,re,sys,warnings
@@ -134,12 +135,16 @@ def makes_windows(cb):
 def is_validation(learn): return learn.lock.locked()
 
 # %% ../nbs/refusals.ipynb #b2d406c2
+def check_once(cb, alike):
+    "Raise an error if the learner has more callbacks than one that are `alike`"
+    if len(alike)<2: return
+    raise ValueError(f"{type(cb).__name__}: the learner and this fit have this callback twice in cbs; keep one "
+                     f"(`{as_line(cb)}` replaces an earlier one)")
+
 def check_learner(cb, learn):
     "Raise an error for a learner that cannot train in windows"
     def refuse(msg): raise ValueError(f"{type(cb).__name__}: {msg}")
-    if sum(makes_windows(o) and o.cuts==cb.cuts for o in learn.cbs)>1:
-        refuse("the learner and this fit have this callback twice in cbs; keep one "
-               "(`learn.accumulate` and `learn.micro_batch` replace an earlier one)")
+    check_once(cb, [o for o in learn.cbs if makes_windows(o) and o.cuts==cb.cuts])
     if any(is_a(o, 'GradientAccumulation') for o in learn.cbs):
         refuse("the learner also has fastai's GradientAccumulation; remove it with "
                "`learn.remove_cb(GradientAccumulation)`, or call `turn_off_accumulation()` if that is on")

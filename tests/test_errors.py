@@ -45,14 +45,16 @@ names = [
         *((k,8,r'Did you mean `MicroBatch\(bs=8\)`') for k in ('slice','batch_size')),
         ('exat',True,r'Did you mean `MicroBatch\(exact=True\)`'), ('n_steps',4,r'`AccumulateStep\(n_step=4\)`')]),
     # what a second argument without a name means, nobody can tell
-    (partial(cut, 8, True), r'positional.*Example: `cbs=MicroBatch\(16'), (partial(acc, 8, 64), r'positional.*Example: `Learner\(')]
+    (partial(cut, 8, True), r'positional.*Example: `cbs=MicroBatch\(16'),
+    (partial(acc, 8, 64), r'positional.*Example: `Learner\(')]
 
 wrong_calls = [
     (lambda: learner().accumulate(n_stpe=4),
      r"learn.accumulate: there is no argument 'n_stpe'. Did you mean `learn.accumulate\(n_step=4\)`"),
-    (lambda: learner().gradient_checkpointing(every=2), r'are blocks, room. Example: `learn.gradient_checkpointing\(\)'),
+    (lambda: learner().gradient_checkpointing(every=2),
+     r'are blocks, room. Example: `learn.gradient_checkpointing\(\)'),
     (lambda: GradientCheckpointing(every=2),
-     "GradientCheckpointing: .* no argument 'every'. The arguments are blocks, room. Example: `cbs=GradientCheckpointing"),
+     "GradientCheckpointing: .* no argument 'every'. .* are blocks, room. Example: `cbs=GradientCheckpointing"),
     (lambda: OffloadActivations(pin_memory=True),
      "no argument 'pin_memory'. The arguments are room. Example: `cbs=OffloadActivations"),
     (lambda: learner().check_accumulation(n_step=4), r'The arguments are bs. Example: `learn.check_accumulation\(\)`'),
@@ -122,6 +124,10 @@ def trains(learn, bs=32):
     big = learner(bs=bs)
     for l in (learn,big): l.fit(1)
     assert_same(learn, big)
+
+@each(cls=[GradientCheckpointing,OffloadActivations])
+def test_saves_once(cls):
+    refused(learner(cls(), cls()), f'{cls.__name__}: .*this callback twice in cbs; keep one .`learn\\.[a-z]+_[a-z]+')
 
 @each(cls=[acc,cut])
 def test_added_twice(cls):

@@ -15,7 +15,7 @@ from fastai.basics import *
 from ..private import in_vmap,is_compiled
 from ..proof.compare import Way
 from ..proof.guard import guard
-from ..refusals import is_validation,named,warn
+from ..refusals import check_once,is_validation,named,warn
 from ..slices import leaves
 from ..state import Held,ModelState,everybodys,lent,refuse_lazy
 from ..turns import Recompute,Saved
@@ -54,6 +54,7 @@ class GradientCheckpointing(Callback):
         "Find the blocks, so that a mistake raises an error before anything else begins"
         if is_validation(self.learn): return
         self.proved,self.left = not self.prove,None
+        check_once(self, self.learn.cbs.filter(risinstance(GradientCheckpointing)))
         refuse_lazy('GradientCheckpointing', self.learn.model)
         found = self.found(self.learn)
         if self.blocks is None and len(found)==1:

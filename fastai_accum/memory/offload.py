@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from ..devices import accelerators,api,has_streams,is_out_of_memory
 from ..private import in_vmap,version
-from ..refusals import named
+from ..refusals import check_once,named
 from ..slices import leaves
 from ..state import lent,refuse_lazy
 import fastai_accum.core   # its `all_batches` opens `around_batches`
@@ -40,8 +40,10 @@ class OffloadActivations(Callback):
         room:str|int|None=None # Memory for all of the training, such as `'8GB'`; `0`: as little as possible; `None`: what is free
     ): self.room = check_room('OffloadActivations', room)
 
-    def before_fit(self): self.left = None
-    def after_fit(self):  self.left = None
+    def before_fit(self):
+        check_once(self, self.learn.cbs.filter(risinstance(OffloadActivations)))
+        self.left = None
+    def after_fit(self): self.left = None
 
     @contextmanager
     def around_batches(self, learn):
