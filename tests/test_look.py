@@ -211,7 +211,7 @@ def test_what_is_exact_comes_first():
 
 @each(times=[3,300])
 def test_how_sharp_it_is(times):
-    "Where weights cancel, the limit is 30 times what their last bit does: an error of ten limits is refused, a tenth passes"
+    "Where weights cancel, the limit is 30 times what their last bit does: ten limits are refused, a tenth passes"
     large = [nn.Parameter(torch.full((1000,), 1e10, dtype=double)) for _ in range(2)]
     m = Odd(lambda m, x: (x+m.a)-m.b, **dict(zip('ab', large)))
     x = torch.randn(1, 1000, generator=g(0), dtype=double)

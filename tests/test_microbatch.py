@@ -110,7 +110,7 @@ def test_logits_of_all_pairs(kw):
     if kw: train(embed, lambda p, y: own_pair(p[0]@p[1].t()))
 
 def test_all_pairs_in_slices_of_one_size():
-    "A square may be rows or pairs: a slice of another size says which, in training and in validation alone; eight classes stay rows"
+    "A square may be rows or pairs: a slice of another size says which, in validation, too; eight classes are rows"
     def learner(model, loss): return make_learner(make_dls(64, 16), model, loss, cbs=MicroBatch(8), **one_group)
     for f in lambda l: l.fit(1),lambda l: l.validate():
         learn = learner(Odd(logits, m=small_model(out=6)), lambda p, y: own_pair(p['logits']))
@@ -119,7 +119,7 @@ def test_all_pairs_in_slices_of_one_size():
     m = sizes()()
     m.m = small_model(out=8)
     learner(m, None).fit(2)
-    assert {o for o in logs[m] if o[0]!=8}=={(7,False)} and logs[m].count((7,False))==3   # in a fit, and in each validation
+    assert {o for o in logs[m] if o[0]!=8}=={(7,False)} and logs[m].count((7,False))==3   # and in each validation
 
 def test_a_last_batch_of_nine():
     "Two slices of alike size: batch norm cannot train on one sample"

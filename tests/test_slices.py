@@ -117,7 +117,7 @@ def test_slices():
     assert a[4]==('a','b','c') and c[4]==('d',) and a[5]['names']==['x']*3
     assert a[5]['more'][0]==['y']*3 and len(c[5]['more'][1])==1
     assert slices((['a','b','c'],), 2)==[(['a','b'],),(['c'],)]
-    for n,bs,unit in (9,8,1),(20,8,4),(74,8,2),(16,4,4),(7,3,1),(5,9,1):   # alike, as few as there can be, and no group is cut
+    for n,bs,unit in (9,8,1),(20,8,4),(74,8,2),(16,4,4),(7,3,1),(5,9,1):   # alike, few, and no group is cut
         sizes = even_sizes(n, bs)
         assert sum(sizes)==n and len(sizes)==-(-n//bs) and max(sizes)<=bs and max(sizes)-min(sizes)<=unit, (n,bs,sizes)
         assert all(o%unit==0 for o in sizes)
