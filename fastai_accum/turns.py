@@ -247,7 +247,9 @@ class Plain:
         # the model may return something else in validation
         model = get_model(learn.model)
         again = micro.rehearsed(learn, held_by(model), model.forward, learn.xb, sizes[1])
-        for found,ns in [again, (again[0][:1]*2,again[1][:1]*2)] if again else [(preds,sizes)]: join(found, ns)
+        outs,ns = again or (preds,sizes)
+        join(outs, ns)
+        join(outs[:1]*2, ns[:1]*2)   # slices of one size, too
 
 # %% ../nbs/turns.ipynb #35fd9f3b
 class Coupled:

@@ -212,6 +212,16 @@ def test_what_comes_later_has_its_room_beside_blocks(case, device, fakegpu):
     for share in .6,1.: steps_in(fakegpu, share, GradientCheckpointing(), model=partial(tower, 16, 12), **case)
 
 @simulated
+def test_blocks_of_a_step_share_the_room(device):
+    "Also if the model runs twice before the backward pass"
+    room = BlockRoom(nn.Linear(2,2).to(device))
+    room.begin(())
+    room.costs,room.n,room.start = [[1],[1],[1]],2,None
+    assert not room.stays()
+    room.begin(())
+    assert room.stays() and room.stays()
+
+@simulated
 @each(cb=[OffloadActivations, GradientCheckpointing], when=['forward', 'backward'])
 def test_nothing_stays_once_memory_has_run_out(cb, when, device, fakegpu):
     "Somebody else takes the memory in a later step, and the batch comes again"

@@ -157,29 +157,31 @@ class BlockRoom(Room):
     def __init__(self, model, most=None):
         super().__init__(model, most)
         self.own = addresses([*model.parameters(), *model.buffers()])
-        self.costs,self.i = [],0   # the bytes of each call of a block, in order, and the next call
+        self.costs,self.i = [],0   # the bytes of each call of a block in a step, in lists of one, and the next call
 
     def begin(self, xs):
+        is_new = self.asked   # a model may run several times before the backward pass
         super().begin(xs)
+        if not is_new: return
         self.i = 0
         if self.start: self.costs,self.seen = [],{}
 
-    def count(self, t, i=None):
-        "That call `i` of a block keeps `t`, each storage once; `None`: that it is kept anyway, since a block begins with it"
+    def count(self, t, cost=None):
+        "That a block keeps `t`, which adds to its `cost`, each storage once; `None`: a block begins with it, so it is kept anyway"
         memory = t.untyped_storage()
         at = memory.data_ptr()
         of,here = self.seen.get(at, (None,None))
         is_known = at in self.own or here and not here.expired()   # another may have the place of what is gone
-        if is_known and i is not None: return
-        if is_known and of is not None: self.costs[of] -= memory.nbytes()
-        if i is not None: self.costs[i] += memory.nbytes()
-        self.seen[at] = i,StorageWeakRef(memory)
+        if is_known and cost: return
+        if is_known and of: of[0] -= memory.nbytes()
+        if cost: cost[0] += memory.nbytes()
+        self.seen[at] = cost,StorageWeakRef(memory)
 
     def stays(self):
         "Whether the next block stays"
         if self.start or not torch.is_grad_enabled(): return False
         i,self.i = self.i,self.i+1
-        return i<len(self.costs) and sum(self.costs[i:])<=self.n
+        return i<len(self.costs) and sum(n for n, in self.costs[i:])<=self.n
 
     def asks(self, g): self.asked = True
 
@@ -201,18 +203,18 @@ class Sized(Saved):
     "Also counts what a block would keep, if `room` measures, and says when the backward pass comes to it"
     def __init__(self, room, forward, state, flat, spec):
         super().__init__(forward, state, flat, spec)
-        self.room,self.i = room,len(room.costs)
+        self.room,self.cost = room,[0]
         if not room.start: return
         for t in flat:
             if isinstance(t, Tensor) and is_plain(t): room.count(t)
-        room.costs.append(0)
+        room.costs.append(self.cost)
 
     def pack(self, t):
-        if self.room.start and is_plain(t): self.room.count(t, self.i)
+        if self.room.start and is_plain(t): self.room.count(t, self.cost)
         return super().pack(t)
 
     def run(self):
-        self.room.goes(self.room.costs[self.i] if self.room.start else 0)
+        self.room.goes(*self.cost)
         super().run()
 
 # %% ../../nbs/memory/checkpointing.ipynb #3efbad16
