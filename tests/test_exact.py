@@ -41,12 +41,6 @@ def same_slices(model, x=X, y=Y, n=3, cbs=None, **kwargs):
     a,b = (train(model, x, y, L(cbs)+o, **kwargs) for o in (L(), L(MicroBatch(n, exact=True))))
     assert_exact(b, a)
 
-def left_alone(model):
-    ours = [t for t in threading.enumerate() if t.name.startswith('Thread-') and t.daemon
-            and '_read_thread' not in t.name]   # which `torch.compile` starts, and keeps
-    assert threading.active_count()==1 or not ours, ours
-    assert is_returned(SimpleNamespace(model=model))
-
 images = torch.randn(20,3,16,16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 labels = classes(20)
 
@@ -259,8 +253,6 @@ def test_draws(k, norm, bs):
         return m
     same_slices(make, X2, Y2, 2*bs-1)
 
-# ---- what is refused, before any weight moves
-
 def stopped(m, exc, match=None, x=X, **kwargs):
     "The error of a fit, and what there was before the batch and is afterwards: generators, weights and buffers"
     was = []
@@ -274,38 +266,6 @@ def stopped(m, exc, match=None, x=X, **kwargs):
     left_alone(m)
     assert not learn.spy.steps
     return was,now()
-
-def odd_way():
-    "A batch norm only where a feature is large"
-    norm = Odd(lambda m, x: m.bn(x) if (x[:,0]>9).any() else x, bn=nn.BatchNorm1d(6))
-    return nn.Sequential(norm, nn.Linear(6,6), nn.BatchNorm1d(6), nn.Linear(6,3))
-def compiled(): m = small_model(); m.compile(backend='eager'); return m
-def large(i): x = X.clone(); x[i,0] = 10.; return x
-def shifts():
-    "The slices are views of the batch, so autograd sees the change of another one"
-    m = nn.Sequential(nn.Linear(6,8,bias=False), nn.BatchNorm1d(8), nn.Linear(8,3))
-    return Odd(lambda o, x: o.m(x.add_(1.)), m=m)
-
-refused = dict(
-    shuffle  = (lambda: flat(lambda h: h+h[torch.randperm(len(h))]), 'randperm'),
-    two_dims = (lambda: flat(lambda h: h*torch.rand(len(h),len(h)).double().sum(1,keepdim=True)), 'which dimension'),
-    rrelu    = (lambda: flat(lambda h, r: r(h), nn.RReLU()), "RReLU 'ms.0' draws with rrelu"),
-    scripted = (lambda: nn.Sequential(torch.jit.script(nn.Linear(6,3).double())), 'into the RecursiveScriptModule'),
-    compiled = (lambda: flat(lambda h, l: l(h), torch.compile(nn.Linear(8,8))), "see into the OptimizedModule 'ms.0'"),
-    parallel = (lambda: flat(lambda h, l: l(h), nn.DataParallel(nn.Linear(8,8))), "see into the DataParallel 'ms.0'"),
-    in_place = (compiled, 'which is compiled'),
-    values   = (lambda: flat(lambda h: h*torch.bernoulli(h.sigmoid().detach())), 'draws with bernoulli'),
-    input    = (shifts, 'modified by an inplace', X.clone()),
-    third    = (odd_way, "one comes to the BatchNorm1d '0.bn'", large(6)),   # a slice that goes another way
-    second   = (odd_way, "one comes to the BatchNorm1d '0.bn'", large(4)),
-    first    = (odd_way, 'one comes to', large(1)))
-
-@pytest.mark.filterwarnings('ignore')
-@each(k=refused)
-def test_refused(k):
-    make,match,*x = refused[k]
-    was,now = stopped(make().double(), ValueError, match, *x)
-    assert identical(was, now)
 
 # ---- what a model holds
 
