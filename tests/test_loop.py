@@ -4,31 +4,6 @@ from contextlib import nullcontext
 from nets import *
 from fastai_accum.all import *
 
-class Augmented(Items):
-    "A dataset that draws random numbers for each item, as random item transforms do"
-    def __getitem__(self, i):
-        x,*y = super().__getitem__(i)
-        return (x+.3*random.random(),*y)
-
-class Drawn(DataLoader):
-    "Large batches; one that is not full is dropped when its items have been drawn"
-    def create_batches(self, samps): return (b for b in super().create_batches(samps) if len(b[0])==32)
-    def __len__(self): return self.n//32
-
-@each(window=[dict(n_step=4), dict(n_samples=32)])
-def test_a_dropped_tail_is_drawn(window):
-    "It is drawn and thrown away without being run, because the loader of the large batch draws these items too"
-    def train(cls, bs, *cbs):
-        dl = cls(Augmented(features(84), classes(84)), bs=bs, shuffle=True)
-        learn = make_learner(DataLoaders(dl, make_dls(76, 16).valid), cbs=cbs)
-        random.seed(1); dl.rng.seed(1)
-        learn.fit(2)
-        return learn
-    runs = []
-    a = train(DataLoader, 8, AccumulateStep(**window, drop_last=True), Callback(after_loss=lambda cb: runs.append(1)))
-    assert_same(a, train(Drawn, 32))
-    assert len(runs)-2*2==2*8 and a.accumulate_step.counts.n_thrown==2*20
-
 def of_windows(windows):
     "Loaders whose batches are these samples"
     return of_batches([(features(76)[w],classes(76)[w]) for w in windows], make_dls(76, 16).valid)
@@ -131,15 +106,6 @@ def test_one_instance_in_two_learners(cls):
 def test_given_to_fit():
     a,_ = same(list, fit=lambda l: l.fit(2, cbs=AccumulateStep(4) if l.dls.train.bs==8 else None))
     assert not hasattr(a, 'accumulate_step')
-
-@each(keep=[True, False])
-def test_drop_last_decides(keep):
-    "`drop_last` against the loader's own: a large loader over the same samples"
-    n = 116//8*8 if keep else 116//32*32
-    a = make_learner(make_dls(116, 8, drop_last=keep, shuffle=False), cbs=AccumulateStep(4, drop_last=not keep))
-    b = make_learner(DataLoaders(DataLoader(Items(features(116)[:n], classes(116)[:n]), bs=32), a.dls.valid))
-    for l in (a,b): l.fit_one_cycle(2)
-    assert_same(a, b)
 
 @each(cb=[AccumulateStep(4), AccumulateStep(4, drop_last=True), MicroBatch(3)])
 def test_progress_moves_at_each_micro_batch(cb, monkeypatch):
