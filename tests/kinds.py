@@ -6,6 +6,7 @@ says what happened: `exact`, `refused` (a `ValueError` before anything has moved
 differs) or `raw` (any other error). A kind may be exact or refused, or must be refused with the words that it `says`; a
 control must be exact."""
 import types
+from fastai.text.all import AWD_LSTM,awd_lstm_clas_config,get_text_classifier,rnn_cbs
 from fastai.callback.hook import Hook,Hooks,hook_output,hook_outputs
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -457,6 +458,18 @@ def odd_way():
 def large(i): x = features(27); x[i,0] = 10.; return lambda: (x,classes(27))
 rows('a slice goes another way', E, kw=dict(whole=True), third=(odd_way, "comes to the BatchNorm1d '0.bn'", large(8)),
      second=(odd_way, "one comes to the BatchNorm1d '0.bn'", large(5)), first=(odd_way, 'one comes to', large(1)))
+
+def classifier(seq_len):
+    config = dict(awd_lstm_clas_config, emb_sz=6, n_hid=10, n_layers=2)
+    return lambda: get_text_classifier(AWD_LSTM, 40, 3, seq_len=seq_len, config=config, max_len=30)
+def long_texts():
+    x = torch.randint(2, 40, (8,30))
+    x[5:,12:] = 1   # padding
+    return x,classes(8)
+long = dict(whole=True, data=long_texts, cbs=rnn_cbs, n=8, bs=8)
+rows('texts that end', E, kw=long,   # fastai's classifier leaves them out, so its draws depend on the texts
+     long_texts=(classifier(10), 'Pass seq_len=30 to TextDataLoaders.*gradient_checkpointing'))
+rows('texts that end', E, to=controls, kw=long, texts_as_read=classifier(30))
 
 # ---- training in both ways
 

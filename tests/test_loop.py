@@ -94,19 +94,6 @@ def test_removed_in_mid_epoch(cbs, event):
     n = 3 if AccumulateStep in cbs and (in_loop or event=='after_train') else 10
     assert len(learn.spy.steps)==n+10 and not learn.cbs.filter(risinstance(cbs[0]))
 
-@each(cls=[AccumulateStep,MicroBatch])
-def test_one_instance_in_two_learners(cls):
-    "As when `cbs` is shared by folds: the first one, which has lost it, raises when it trains"
-    cb = cls(4)
-    a,b = (make_learner(make_dls(64, 8), cbs=cb) for _ in range(2))
-    with pytest.raises(ValueError, match='this instance is in another Learner too'): a.fit(1)
-    b.fit(1)
-    assert len(b.spy.steps)==(2 if cls is AccumulateStep else 8)
-
-def test_given_to_fit():
-    a,_ = same(list, fit=lambda l: l.fit(2, cbs=AccumulateStep(4) if l.dls.train.bs==8 else None))
-    assert not hasattr(a, 'accumulate_step')
-
 @each(cb=[AccumulateStep(4), AccumulateStep(4, drop_last=True), MicroBatch(3)])
 def test_progress_moves_at_each_micro_batch(cb, monkeypatch):
     "The bar counts the batches of the loader; those of a dropped tail are not run"

@@ -149,11 +149,6 @@ def test_noise_does_not_decide(second, monkeypatch):
     monkeypatch.setattr(ways.Meter, 'after_fit', end, raising=False)
     assert fits(learner()).table.time[:3].tolist()==['1.0', '1.0' if second>.9 else '0.5', '2.0']
 
-def test_measures_a_frozen_body_unfrozen():
-    free,learn = (learner(splitter=lambda m: [params(m[:3]), params(m[3:])]) for _ in range(2))
-    learn.freeze()
-    about(fits(learn).ways[0].peak, fits(free).ways[0].peak, .01)
-
 def test_errors_of_what_fits(monkeypatch):
     learn = learner()
     def broken(x): raise IndexError

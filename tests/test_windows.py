@@ -2,10 +2,8 @@
 sample is drawn (`make sweep` runs all), and schedules, against a loop by hand whose batches end at the same samples."""
 import pytest
 from contextlib import nullcontext
-from torch.utils.data import BatchSampler,TensorDataset,WeightedRandomSampler
-from torch.utils.data import DataLoader as TorchLoader
 from nets import *
-from fastai_accum.windows import Windows,batch_size,samples_in
+from fastai_accum.windows import Windows
 import fastai_accum.extras   # the plot
 
 # ---- the plan
@@ -44,24 +42,6 @@ def test_a_plan_and_what_comes(says, by_samples, drop_last):
         if not says: continue
         assert ws.ends==ends and len(ws)==len(ends)
         assert shares==[*(o/len(dl) for o in ends[:-1]), *[1.]*bool(ends)]
-
-idxs = [*range(0, 76, 2),1,3]
-sampled = dict(
-    sampler = lambda ds: TorchLoader(ds, 8, sampler=WeightedRandomSampler(torch.ones(76), 40)),
-    batches = lambda ds: TorchLoader(ds, batch_sampler=BatchSampler(idxs, 8, False)),
-    listed  = lambda ds: TorchLoader(ds, batch_sampler=list(BatchSampler(idxs, 8, False))))
-
-@each(name=sampled)
-def test_samplers_of_another_size(name):
-    "Samplers of PyTorch that draw 40 of 76 samples; of a list of batches, nobody knows how many samples they have"
-    dl = sampled[name](TensorDataset(features(76), classes(76)))
-    ws = Windows(dl, lambda share: 16, find_bs, by_samples=True)
-    known = (8,40,[2,4,5]) if name=='sampler' else (None,None,None)
-    assert (batch_size(dl),samples_in(dl),ws.ends)==known
-    assert [[n for _,n,_ in w] for w in ws]==[[8,8],[8,8],[8]]
-    learn = make_learner(DataLoaders(dl, dl), cbs=[NoValid(), AccumulateStep(n_samples=16)], **one_group)
-    learn.fit(2)
-    assert learn.accumulate_step.counts.sizes==[16,16,8]*2 and learn.accumulate_step.counts.n_thrown==0
 
 # ---- optimizers, ways to train, and loaders, all compared with the large batch
 
