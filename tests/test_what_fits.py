@@ -9,12 +9,14 @@ from fastai_accum.know import what_fits as ways
 
 @pytest.fixture(autouse=True, scope='module')
 def quick():
-    "PyTorch's profiler imports its compiler, whose many objects make each collection of garbage slow"
+    """PyTorch's profiler imports its compiler, whose many objects make each collection of garbage slow. However busy the
+    machine is, all ways are tried"""
     ways.peak_bytes(lambda: None)
     gc.collect(); gc.freeze()
-    ways.n_try = 1
+    n_try,limit = ways.n_try,ways.limit
+    ways.n_try,ways.limit = 1,math.inf
     yield
-    ways.n_try = 3
+    ways.n_try,ways.limit = n_try,limit
     gc.unfreeze()
 
 class Block(nn.Module):
