@@ -273,6 +273,13 @@ def assert_left(was, learn):
     now = left(learn)
     for k in was: assert identical(was[k], now[k]), f'{k}: {was[k]} is now {now[k]}'
 
+def refused(learn, match, exc=ValueError, fit=lambda l: l.fit(1)):
+    "The words of the error that `fit` raises; no weight and no buffer has moved"
+    was = deepcopy(learn.model.state_dict())
+    with pytest.raises(exc, match=match) as e: fit(learn)
+    assert identical(was, learn.model.state_dict()) and is_returned(learn), 'something has moved'
+    return str(e.value)
+
 def close(a, b, tol=TOL):
     "Whether `a` is `b` up to `tol`, however they are nested"
     err,where = rel(a, b)

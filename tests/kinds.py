@@ -330,8 +330,10 @@ def hook_for_cam_between_norms():
     hook = hook_output(m.a)
     return m
 
-@odd(keeping, to=controls, feats=noop)
-def rows_that_are_kept(m, h): m.feats = h.tanh(); return m.feats*2
+def keeps_rows(m, h):
+    m.feats,m.o.pair = h.tanh(),(h.detach(),'name')
+    return m.feats*2
+for way in E,C,G: rows(keeping, way, to=controls, **{f'rows_kept_{way}':one(keeps_rows, feats=noop, o=counting)})
 
 ordinary = 'ordinary'
 
@@ -360,12 +362,12 @@ def texts(n=32, t=12):
     for row,k in zip(x, torch.randint(3, t+1, (n,), generator=g)): row[k:] = 1
     return x
 
-rows('padding', E, C, kw=dict(at_batch, whole=True, says='It begins in the Odd[. ]', data=lambda: (texts(),classes(32))),
+whole_batch = dict(at_batch, whole=True, says='It begins in the Odd[. ]')
+rows('padding', E, C, kw=dict(whole_batch, data=lambda: (texts(),classes(32))),
      cut_to_the_longest=words(lambda m, x: m.e(x[:,:int(lengths(x).max())]).mean(1)),
      cut_to_the_shortest=words(lambda m, x: m.e(x[:,:int(lengths(x).min())]).mean(1)),
      relative_lengths=words(lambda m, x: m.e(x).sum(1)/lengths(x).max()))
-rows('groups of rows', E, C, kw=dict(at_batch, whole=True, says='It begins in the Odd[. ]',
-                                     data=lambda: ((features(32),classes(32, 7)), classes(32))),
+rows('groups of rows', E, C, kw=dict(whole_batch, data=lambda: ((features(32),classes(32, 7)), classes(32))),
      mean_of_a_group=by_label(lambda h, k: h-.5*same_as(k)@h/same_as(k).sum(1, keepdim=True)),
      first_of_a_group=by_label(lambda h, k: h+h[same_as(k).argmax(1)]),
      attention_in_a_group=by_label(lambda h, k: h+torch.softmax((h@h.T).masked_fill(same_as(k)==0, -math.inf), 1)@h))
@@ -420,7 +422,8 @@ def hides(h):
     return h*keep[:,None] + (1-keep).sum()
 def keeps_size(m, h): m.bs = float(len(h)); return h
 def steps_by_itself(m, h): m.w.data += .1; return h*m.w.detach().clone()
-rows('among norms', E, C, among_norms=(among(lambda m, h: centre(h)), "is not possible.*block.odd'.*OffloadActivations"))
+rows('among norms', E, C,
+     among_norms=(among(lambda m, h: centre(h)), "is not possible.*block.odd'.*OffloadActivations"))
 rows('among norms', E, its_size=(among(keeps_size), 'block.odd.bs .*take a local variable'),
      recomputes=(among(lambda m, h: centre(h), gradient_checkpointing=lambda: True),   # as transformers say it
                  r'call gradient_checkpointing_disable\(\) first'),

@@ -268,30 +268,6 @@ def stopped(m, exc, match=None, x=X, **kwargs):
     assert not learn.spy.steps
     return was,now()
 
-# ---- what a model holds
-
-def keeps(norm):
-    "Keeps rows that a callback reads: itself, and in an object"
-    def f(m, x):
-        h = m.norm(m.a(x)).tanh()
-        m.kept,m.obj.pair = h,(h.detach(),'name')
-        return m.head(h)
-    torch.manual_seed(2)
-    return Odd(f, a=nn.Linear(6,8,bias=False), head=nn.Linear(8,3), obj=SimpleNamespace(), norm=norm())
-
-class Reads(Callback):
-    run_valid = False
-    def before_fit(self): self.log = []
-    def after_pred(self): self.log += [self.model.kept, self.model.obj.pair[0]]
-    def after_loss(self): self.learn.loss_grad = self.learn.loss_grad+self.model.kept.pow(4).mean()
-
-@each(way=['exact','coupled'])
-def test_rows_that_a_model_keeps_are_joined(way):
-    make = partial(keeps, bn8 if way=='exact' else nn.Tanh)
-    a,b = (train(make, X2, Y2, [Reads(), *o], 16) for o in ([],[MicroBatch(4, **{way:True})]))
-    assert_same(b, a)
-    close(b.reads.log, a.reads.log)
-
 # ---- beside other callbacks
 
 @each(mix=[MixUp,CutMix], way=['exact','coupled'])

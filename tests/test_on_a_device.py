@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.parametrize('device', [GPU], indirect=True), pytest.ma
 
 # ---- cases of the other files
 
-@each(case=[('adam','one_cycle','tail_smaller'), ('torch_adamw','fine_tune','n_samples')])
-def test_grid_of_the_promise(case): test_windows.check(*case)
+@each(case=[('adam', 'twice', 8, 76, dict(n_step=4)), ('torch_adamw', 'fine_tune', 24, 200, dict(n_samples=64))])
+def test_windows_on_a_device(case): test_windows.check(*case)
 
 def test_lr_find_curve_and_turn_on_accumulation(tmp_path): test_lr_find.curve('n_samples', 'patch', tmp_path)
 

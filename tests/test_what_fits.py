@@ -9,8 +9,8 @@ from fastai_accum.know import what_fits as ways
 
 @pytest.fixture(autouse=True, scope='module')
 def quick():
-    """PyTorch's profiler imports its compiler, whose many objects make each collection of garbage slow. However busy the
-    machine is, all ways are tried"""
+    """PyTorch's profiler imports its compiler, whose many objects make each collection of garbage slow. All ways are
+    tried, however busy the machine is"""
     ways.peak_bytes(lambda: None)
     gc.collect(); gc.freeze()
     n_try,limit = ways.n_try,ways.limit
