@@ -9,7 +9,7 @@ import pytest
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai_accum.core import *
-from fastai_accum.microbatch import MicroBatch
+from fastai_accum.microbatch import MicroBatch   # for all tests
 from fastai_accum.state import Lent
 
 TOL = 1e-12

@@ -165,15 +165,6 @@ def test_partials_and_lengths():
                         (partial(F.mse_loss, reduction='sum'),'sum',False), (F.kl_div,'mean',False):
         assert (loss_reduction(f),sums_by_nature(f))==(red,nature), f
 
-def test_extend():
-    class Mine(nn.Module):
-        def forward(self, pred, targ): return masked(pred, targ.abs(), (targ[:,0]>0).double())
-    y,fit = real(N,3),Self.fit(1)
-    before = worst(*pair(Mine(), y, fit=fit))[0]
-    loss_weight.register(Mine, lambda f, pred, targ: (targ[:,0]>0).sum())
-    assert_same(*pair(Mine(), y, fit=fit))
-    assert before>1e-3
-
 # ---- losses that divide by max(c, positives): `weight=` returns two numbers
 
 def positives(): return (real(N,3)>1.6).double()   # about one in twenty, so most micro-batches of two have none

@@ -81,26 +81,6 @@ def test_the_second_pass_draws_what_the_first_has_drawn():
     assert a.model.bn.num_batches_tracked==b.model.bn.num_batches_tracked
     assert a.model.n<b.model.n   # a batch counts once; the slices of the other model count each
 
-def structured():
-    "Several inputs and outputs, nested"
-    def f(m, x, more):
-        a,b = m.a(x),m.b(more['side'])*more['scale']
-        return dict(both=a+b, rest=[a,(b,)])
-    torch.manual_seed(0)
-    return Odd(f, a=nn.Linear(6,3), b=nn.Linear(2,3)).double()
-
-def listed(batch, n, bs):
-    "Loaders of two inputs, which have what `batch` makes of ranges of samples"
-    return of_batches(*([batch(i, min(i+bs,k)) for i in range(0, k, bs)] for k in (n,24)), n_inp=2)
-def nested(i, j):
-    x,side,y,z = (o[i:j] for o in (features(80),features(80, 2),classes(80),features(80, 3)))
-    return x,dict(side=side, scale=tensor(2.).double(), name='side'),y,z
-
-@modes
-def test_nested_batches(coupled):
-    def loss(pred, y, z): return F.cross_entropy(pred['both'], y)+F.mse_loss(pred['rest'][1][0].mean(1), z[:,0])
-    alike(MicroBatch(5, coupled=coupled), dls=partial(listed, nested), model=structured, loss_func=loss)
-
 @dataclass
 class Boxed: x:Tensor
 objects = Boxed(torch.ones(4)),SimpleNamespace(a=[SimpleNamespace(x=np.ones(4))])
