@@ -90,8 +90,8 @@ def test_root_sequential(device):
     def make():
         stem = nn.Conv2d(3,8,3),nn.BatchNorm2d(8),nn.ReLU(),nn.MaxPool2d(2)
         return nn.Sequential(*stem, nn.Conv2d(8,8,3), nn.ReLU(), nn.Flatten(), nn.Linear(200,3))
-    for on in (lambda l: l.gradient_checkpointing().offload_activations(),
-               lambda l: l.offload_activations().gradient_checkpointing()):
+    for on in (lambda l: l.gradient_checkpointing().offload_activations(0),
+               lambda l: l.offload_activations(0).gradient_checkpointing()):
         same_bits(on, make=make)
         learn = on(get_learner(make))
         learn.add_cb(NoValid())

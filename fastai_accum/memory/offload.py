@@ -120,16 +120,18 @@ def check_room(who, room):
 # %% ../../nbs/memory/offload.ipynb #d9fa9ce8
 class Room:
     "How many bytes may stay on the device of `model`: what a step leaves of `most`, or of what is free"
-    n = used = takes = 0   # bytes that may stay in this step, that do, and that it takes where nothing stays
-    gone = high = 0        # bytes that its backward pass has asked for, and the peak without them
-    start = None           # what the allocator counted when it began, if it is measured
-    asked = True           # whether its backward pass has begun
-    most = None            # `what_fits` sets it for all
+    n = used = 0       # bytes that may stay in this step, and that do
+    saved = gone = 0   # bytes that its forward passes have saved, and that its backward pass has asked for
+    start = None       # what the allocator counted when it began, if it is measured
+    asked = True       # whether its backward pass has begun
+    most = None        # `what_fits` sets it for all
     def __init__(self, model, most=None):
         on = accelerators(model)
         if most: self.most = n_bytes(most)
         self.own = addresses([*model.parameters(), *model.buffers()])
         self.sizes = []   # of the largest inputs that were measured
+        # what steps took while nothing stayed, less what had gone by then, and what had been saved
+        self.marks = [(0, 0)]
         self.costs,self.i = [],0   # the bytes of each call of a block in a step, in lists of one, and the next call
         # nobody knows what is free on several devices
         self.device = on[0] if most!=0 and len(on)==1 and hasattr(api(on[0]), 'mem_get_info') else None
@@ -146,28 +148,49 @@ class Room:
     def begin(self, xs):
         "A step with the inputs `xs` begins: see what the last one took, and what may stay in this one"
         if not self.device: return
-        now,peak,ooms = self.counts()
+        now,_,ooms = self.counts()
         if self.n and ooms>self.ooms: self.device,self.n = None,0; return   # it was wrong, so nothing stays any more
         if not self.asked: return
-        if self.start:
-            was,before,sizes = self.start
-            # what it leaves, such as gradients, would count twice; an earlier peak may hide its own
-            if now-was<=(peak-was)/64 and before<peak and ooms==self.ooms:
-                self.takes,self.sizes = max(self.takes, self.high-was, peak-self.gone-was),sizes
-            else: api(self.device).reset_peak_memory_stats(self.device); peak = now
+        if self.start: self.learn(now, ooms)
         sizes = [k for _,o in leaves(xs) if isinstance(o, Tensor) for k in (o.numel(),*o.shape)]
         sizes = [max(o) for o in zip_longest(sizes, self.sizes, fillvalue=0)]
-        self.start = None if sizes==self.sizes else (now,peak,sizes)   # a larger batch takes more
-        if self.start: self.n,self.costs,self.seen = 0,[],{}
-        else: self.n = max(0, self.free(now)-self.takes)
-        self.ooms,self.asked,self.gone,self.high,self.i = ooms,False,0,0,0
+        self.start = None if sizes==self.sizes else (now,sizes)   # a larger batch takes more
+        self.ooms,self.asked,self.saved,self.gone,self.i = ooms,False,0,0,0
+        self.n = 0 if self.start else self.fits(self.free(now))
+        if not self.start: return
+        self.new,self.costs,self.seen = [],[],{}
+        api(self.device).reset_peak_memory_stats(self.device)
+
+    def mark(self, saved=0, gone=0):
+        "From now on, `saved` bytes more would stay, and `gone` bytes less"
+        if not self.start: return
+        self.new.append((self.counts()[1]-self.gone, self.saved))
+        self.saved += saved
+        self.gone  += gone
+        api(self.device).reset_peak_memory_stats(self.device)
 
     def goes(self, n):
-        "The backward pass asks for something, and from then on `n` bytes less would stay"
+        "The backward pass asks for something, and then `n` bytes less would stay"
         self.asked = True
-        if not self.start: return
-        self.high = max(self.high, self.counts()[1]-self.gone)
-        self.gone += n
+        self.mark(gone=n)
+
+    def learn(self, now, ooms):
+        "What the step has shown that is over"
+        self.mark()
+        was,sizes = self.start
+        top = max(self.new)[0]-was
+        # what it leaves, such as gradients, would count twice, and what it frees is not there next time
+        if ooms>self.ooms or not -top/2<=now-was<=top/64: return
+        found = sorted([*self.marks, *((peak-min(was, now),saved) for peak,saved in self.new)], reverse=True)
+        self.sizes,self.marks = sizes,[]
+        for o in found:   # what takes less, and has saved less, says nothing more
+            if not self.marks or o[1]>self.marks[-1][1]: self.marks.append(o)
+
+    def fits(self, free):
+        "How many bytes may stay where a step may take `free` bytes: what is saved last, and needed first"
+        least = min(free-took-saved for took,saved in self.marks)
+        if least>=0: return self.marks[-1][1]+least
+        return max(0, min(free-took for took,saved in self.marks if took+saved>free))
 
     def free(self, now):
         "What a step may take beside the `now` bytes that are there"
@@ -186,8 +209,10 @@ class Room:
         of,here = self.seen.get(at, (None,None))
         is_known = at in self.own or here and not here.expired()   # another may have the place of what is gone
         if is_known and cost: return
-        if is_known and of: of[0] -= memory.nbytes()
-        if cost: cost[0] += memory.nbytes()
+        for o,n in (of if is_known else None,-memory.nbytes()),(cost,memory.nbytes()):
+            if not o: continue
+            o[0] += n
+            self.mark(n)
         self.seen[at] = cost,StorageWeakRef(memory)
 
     def has_block(self):
@@ -352,6 +377,7 @@ class Host(Copies):
             self.last = ref(res)
             self.known[place] = self.last,StorageWeakRef(t.untyped_storage())
             self.queue.append(self.last)
+            self.room.mark(res.size)
             self.n_bytes += t.nbytes
             self.most    = max(self.most, self.n_bytes)
             self.largest = max(self.largest, t.nbytes)
