@@ -24,6 +24,10 @@ values = [
         ('weight',3,'weight must be a function')]),
     (lambda: learner(acc), 'give either n_step'),
     (partial(acc, [1,2,4]), 'pass a function `pct -> int`'),
+    *((f, "AccumulateStep: n_step must be .*function of one argument, `pct`, .*; got one of [(]epoch, step[)]")
+      for f in (lambda: acc(lambda epoch, step: 4), lambda: every(lambda epoch, step: 4))),
+    (partial(acc, n_samples=lambda: 4), 'AccumulateStep: n_samples must be .*; got one of [(][)]'),
+    (partial(acc, {0:1, 4:4}), 'got {0: 1, 4: 4}; .*pass a function `pct -> int`'),
     (lambda: acc(learner()), r'got Learner; write learn.accumulate\(4\)'),
     (lambda: cut(learner()), r'got Learner; write learn.micro_batch\(4\)'),
     (lambda: learner().check_accumulation(acc(4)),
@@ -59,7 +63,8 @@ wrong_calls = [
     (lambda: learner().check_accumulation(n_step=4), r'The arguments are bs. Example: `learn.check_accumulation\(\)`'),
     (lambda: learner().what_fits(gpu=0), r"The arguments are budget. Example: `learn.what_fits\('8GB'\)`"),
     (lambda: learner().n_steps(n_epochs=3), r'Did you mean `learn.n_steps\(n_epoch=3\)`'),
-    (lambda: learner().noise_scale(bs=64), 'The arguments are n_step, num_it, show_plot'),
+    *((lambda k=k: learner().noise_scale(**{k:64}), f"no argument '{k}'. The arguments are n_step, num_it, show_plot")
+      for k in ('bs','batch_size')),
     (lambda: learner(every(4)), r'is no callback .* `learn.accumulate\(n_step=4\)`'),
     (lambda: learner().fit(1, cbs=[every(4)]), 'is no callback')]
 
