@@ -120,6 +120,14 @@ class NoValid(Callback):
     "Train only"
     def before_validate(self): raise CancelValidException
 
+def raising(exc, event, when=lambda cb: True, order=0):
+    "A callback that raises `exc` at an event of training, if `when(cb)` is true"
+    def f(cb):
+        if cb.training and when(cb): raise exc
+    cb = Callback(**{event:f})
+    cb.order = order
+    return cb
+
 class EachMicro(Callback):
     "Has `after_batch` at each micro-batch"
     each_micro_batch = True

@@ -521,15 +521,13 @@ def test_each_row_comes_once_to_a_hook():
 
 def test_the_count_of_samples_is_not_stale():
     "After a cancel the loader runs out of memory: that is no reason for smaller slices"
-    def late(cb):
-        if cb.training: raise CancelBatchException
     class Data(Items):
         def __getitem__(self, i):
             if i==40: out_of_memory()
             return super().__getitem__(i)
     dls = make_dls(64, 8, shuffle=False)
     dls.train.dataset.__class__ = Data
-    learn = make_learner(dls, cbs=[MicroBatch(), Callback(after_backward=late)])
+    learn = make_learner(dls, cbs=[MicroBatch(), raising(CancelBatchException, 'after_backward')])
     with pytest.raises(torch.OutOfMemoryError): learn.fit(1)
     assert learn.micro_batches.fits=={} and learn.micro_batches.n is None
 
