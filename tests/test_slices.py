@@ -3,7 +3,6 @@ import pytest,warnings
 from collections import UserDict,namedtuple
 from contextlib import nullcontext
 from dataclasses import dataclass
-from unittest import mock
 from weakref import WeakKeyDictionary
 from nets import *
 from kinds import Odd
@@ -436,11 +435,6 @@ def test_auto_goes_back_twice_to_what_was_there():
     a,b = (train([MicroBatch(bs),AccumulateStep(2)], dls=dls, fit=fit, model=m)
            for bs,m in (('auto',partial(Small, 8)),(8,Noisy)))
     assert_same(a, b, tol=0)
-
-def parallel(model):
-    "In `DataParallel`, as on a machine without an accelerator: it would look for the model on the simulated one"
-    with mock.patch('torch.nn.parallel.data_parallel._get_available_device_type', lambda: None):
-        return nn.DataParallel(model)
 
 def in_place(model): model.compile(backend='eager'); return model
 
