@@ -141,6 +141,22 @@ class ClipValues(Callback):
     "Cannot be copied"
     def __init__(self): self.f = threading.Lock()
     def after_backward(self): nn.utils.clip_grad_value_(self.learn.model.parameters(), .01)
+class OptsStep(Callback):
+    def after_backward(self): self.learn.opt.step()
+class OwnStep(Callback):
+    def before_fit(self): self.own = torch.optim.SGD(self.learn.model.parameters(), lr=.1)
+    def after_backward(self): self.own.step()
+class ByHand(Callback):
+    def after_backward(self):
+        for p in self.learn.model.parameters(): p.data -= .1*p.grad
+class Clears(OwnStep):
+    def after_backward(self): super().after_backward(); self.own.zero_grad()
+class Recipe(Callback):
+    "Of a forum"
+    def before_step(self): raise CancelStepException
+class StepsAgain(Callback):
+    "After the step of the learner, as with the large batch"
+    def after_batch(self): self.learn.opt.step(); self.learn.opt.zero_grad()
 class Unpack(Callback):
     "The learner cannot run without it, so it is no suspect"
     def after_pred(self): self.learn.pred = self.learn.pred['logits']
@@ -218,6 +234,7 @@ clean_ones = dict(
     compiled=lambda: learner(compiled(net())), order=packed, penalty=penalty,
     group_norm=lambda: learner(net(nn.GroupNorm(1, 5))), norm_eval=lambda: learner(net(bn()), cbs=BatchNormEval()),
     all_count=lambda: learner(loss=masked, y=torch.ones(64).long()),
+    again_after_the_batch=lambda: in_order(StepsAgain(), AccumulateStep(4)),
     of_one_length=lambda: longest([8,3,5,8]*16), longer_later=lambda: longest(sorted([2,3,5,8]*16)),
     drops_nothing=lambda: learner(net(nn.Dropout(1e-12))), samples_of_several_batches=lambda: learner(bs=1))
 
@@ -271,11 +288,11 @@ cases = dict(
             'if that does not fit: `learn.micro_batch('),
     checkpointing=(lambda: blocks(AccumulateStep(2), GradientCheckpointing()), 'batch norm 0.1, dropout 0.3',
                    'load batches of 16 in place of AccumulateStep, if memory allows: you have GradientCheckpointing\n'
-                   'if that does not fit: `learn.micro_batch(8, exact=True)` in place of GradientCheckpointing'),
+                   'if that does not fit, in place of GradientCheckpointing: `learn.micro_batch(8, exact=True)`'),
     cut_and_checkpointing=(lambda: blocks(MicroBatch(4), GradientCheckpointing()), 'batch norm 0.1, dropout 0.3',
                            'leave out MicroBatch, if memory allows: you have GradientCheckpointing\n'
-                           'if that does not fit: `learn.micro_batch(4, exact=True)` in place of '
-                           'GradientCheckpointing'),
+                           'if that does not fit, in place of GradientCheckpointing: '
+                           '`learn.micro_batch(4, exact=True)`'),
     offloading=(lambda: blocks(AccumulateStep(2), OffloadActivations()), 'batch norm 0.1, dropout 0.3'),
     rmse=(lambda: learner(loss=rmse, y=targets()), 'loss rmse'),
     masked=(lambda: learner(loss=masked), 'loss masked'), one_of_64=(one_of_64, 'loss masked'),
@@ -305,6 +322,8 @@ cases = dict(
                'remove it'),
     small=(lambda: in_order(Callback(before_batch=moves_small), AccumulateStep(2), bs=8), 'augmentation Callback'),
     clip=(lambda: learner(cbs=ClipValues()), 'callback ClipValues'),
+    **{f'steps_{cb}': (lambda cb=cb: in_order(cb(), AccumulateStep(4)), f'early step {cb.__name__}',
+                       'moves the weights before the window ends') for cb in (OptsStep,OwnStep,ByHand)},
     ranks=(lambda: learner(cls=Ranks), 'loss Ranks'),
     clamped=(lambda: learner(clamped(), lambda p,y: 20*F.cross_entropy(p, y)), 'backward 2'),
     mixup_and_norm=(lambda: learner(net(bn()), CrossEntropyLossFlat(), MixUp()), 'batch norm 1, augmentation MixUp'),
@@ -501,10 +520,13 @@ refusals = dict(
     one=(lambda: learner(bs=1, n=1), 'has 1 sample, and at least 2'),
     nan=(lambda: learner(loss=lambda p,y: (p*math.nan).mean()), 'is zero or not finite'),
     zero=(lambda: learner(loss=lambda p,y: F.cross_entropy(p, y).clamp(max=1e-9)), 'is zero or not finite'),
-    **{k: (lambda k=k, e=e: learner(cbs=Callback(**{k:raises(e)})), 'a callback cancels the step')
+    **{k: (lambda k=k, e=e: learner(cbs=Callback(**{k:raises(e)})), 'Callback cancels the step')
        for k,e in dict(before_step=CancelStepException, after_backward=CancelBatchException).items()},
     **{f'ignored {cb}': (lambda cb=cb: ignored(cb), 'the loss ignores all')
        for cb in (AccumulateStep(2),OffloadActivations(),None)},
+    clears=(lambda: in_order(Clears(), AccumulateStep(4)),
+            'Clears leaves no gradient .*by itself.* the weights move before the window ends'),
+    recipe=(lambda: in_order(Recipe(), AccumulateStep(4)), 'Recipe cancels the step.*remove it'),
     fastais=(lambda: learner(cbs=GradientAccumulation(32)), 'remove it with'),
     hooks=(hooked, 'hooks make it in the backward pass'),
     hooks_exact=(lambda: hooked(MicroBatch(4, exact=True)), 'hooks make it in the backward pass'),

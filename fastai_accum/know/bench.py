@@ -22,7 +22,7 @@ from ..devices import Autocast,has_float64,is_out_of_memory
 from ..loop import leaves_of
 from ..microbatch import MicroBatch
 from ..modes import AtNorms,Coins,InDouble,but_order,by_itself,double,middle,modes_stay,quiet
-from ..private import grad_hook_dicts,own_backward,plain_backward,split_batch,uncompiled
+from ..private import grad_hook_dicts,norms,own_backward,plain_backward,split_batch,uncompiled
 from ..proof.guard import corner
 from ..proof.dry import Record,off,plain_loss,sketch
 from ..slices import is_array,is_floating,join_batches,leaves,samples,slices,tree_map
@@ -141,7 +141,7 @@ class Step(Callback):
         vars(learn)[own_backward] = partial(self.call, own)
         record.loss = learn.loss_func   # a callback may have set it
         if 'loss' not in self.on: learn.loss_func = plain_loss
-        self.own = {id(p) for p in self.model.parameters()}
+        self.own,self.start = {id(p) for p in self.model.parameters()},self.sizes()
     def before_batch(self):
         self.record.is_open = True
         self.seed += 'dropout' in self.on or 'masks' in self.on
@@ -159,7 +159,9 @@ class Step(Callback):
             if not lasts or id(p) in self.own or id(p) in seen: continue
             seen[id(p)] = p,p.grad   # in the order in which they are met
             p.grad = None
+    def sizes(self): return norms(list(self.model.parameters()))
     def before_step(self):
+        self.record.moved = not torch.equal(self.start, self.sizes())
         self.record.stepped()
         self.record.grads[-1].update(self.record.others)
         if not self.record.grads[-1]: raise CancelStepException
@@ -342,7 +344,7 @@ def run(self:Bench, way, on, seed=0):
         learn.add_cbs([Early(seen, self.late), Step(seen, on, seed, self.known), *cbs])
         seed_all(everybodys(self.model), seed)
         try:
-            with seen.listening(),modes_stay(),InDouble(): fit(learn, 100 if self.late else 1, 0.)
+            with seen.listening(),modes_stay(),InDouble(): fit(learn, 100 if self.late else 1)
         finally:
             for p,g in seen.elsewhere.values(): p.grad = g
     if way is self.whole: self.runs[key] = seen   # others do not come again
@@ -363,14 +365,26 @@ def error(self:Bench, on, way=None):
         both = {**part,**whole}   # no gradient counts as 0
         def flat(grads): return torch.cat([grads.get(k, (0,0*x))[1] for k,(_,x) in both.items()])
         if not self.seen[1].grads:
-            raise ValueError("check_accumulation: a callback cancels the step, or the batch. If it accumulates by itself, "
-                             "as recipes of forums do, remove it")
+            raise ValueError(f"check_accumulation: {self.blamed(on) or 'a callback'} cancels the step, or the batch. If it "
+                             "accumulates by itself, as recipes of forums do, remove it")
         if not whole or not 0<flat(whole).norm()<math.inf:
+            if who := self.blamed(on):
+                raise ValueError(f"check_accumulation: {who} leaves no gradient for the learner's step, since it makes steps "
+                                 "or clears gradients by itself. If it does so before `before_step`, the weights move "
+                                 "before the window ends; let `opt_func` make the step")
             raise ValueError("check_accumulation: the gradient of the samples is zero or not finite. Maybe the loss "
                              "ignores all their labels: load others. Maybe it does not depend on the model. Maybe the step "
                              "is over, since hooks make it in the backward pass: let `opt_func` make it")
         if (err := off(((),flat(part)), ((),flat(whole))))>self.tol: break
     return err
+
+@patch
+def blamed(self:Bench, on):
+    "The name of the callback without which the step has a gradient, or `None`"
+    for o in [k for k in on if isinstance(k, Callback)]:
+        with suppress(Exception):   # such as that of what needs `o`
+            grads = self.run(self.whole, [k for k in on if k is not o]).grads
+            if grads and any(x.norm()>0 for _,x in grads[0].values()): return type(o).__name__
 
 # %% ../../nbs/know/bench.ipynb #chk00007
 def first_error(bench):

@@ -21,7 +21,7 @@ from ..modes import eager,quiet
 from ..private import grad_hook_dicts,split_batch
 from ..proof.guard import Status,guard
 from ..proof.dry import first_unlike,off
-from ..refusals import NotProved,as_line,check_count,check_loader,named,norm_costs,whole_lines
+from ..refusals import NotProved,as_line,as_list,check_count,check_loader,named,norm_costs,whole_lines
 from ..slices import Refused
 from ..state import refuse_lazy
 
@@ -33,7 +33,7 @@ def amount(err):
 
 class Cause(NamedTuple):
     "One cause of a difference"
-    kind:str     # 'batch norm', 'dropout', 'loss', 'backward', 'augmentation', 'callback', 'needless callback' or 'unknown'
+    kind:str     # 'batch norm', 'dropout', 'loss', 'backward', 'augmentation', 'callback', 'early step', 'needless callback' or 'unknown'
     where:str    # Where it begins: the name of a module, of the loss or of the callback
     error:float  # Relative error of the gradient with this cause; the other causes are off
     remedy:str   # What to write, one a line
@@ -51,7 +51,7 @@ class Check(NamedTuple):
 
     def __repr__(self):
         rows = [o for c in self.causes for o in (f'{c.kind}: {amount(c.error)} at {c.at}',
-                                                 *(f'  -> {r}' for r in c.remedy.splitlines()))]
+                                                 *as_list(c.remedy.splitlines()))]
         return '\n'.join([self.title, *rows, self.compared])
 
     _ipython_display_ = shown_once
@@ -59,7 +59,8 @@ class Check(NamedTuple):
     def _repr_html_(self):
         "The same as a table"
         def code(o):
-            o = re.sub('`(.*?)`', r'<code>\1</code>', escape(o).replace('\n', '<br>'))
+            o = re.sub('(?m) (`[^`]*`)$', r'\n\1', escape(o))
+            o = re.sub('`(.*?)`', r'<code>\1</code>', o.replace('\n', '<br>'))
             return re.sub(r'https://[^ <)]+', r'<a href="\g<0>">measured</a>', o)
         rows = [(escape(o.kind), escape(o.at), amount(o.error), code(o.remedy)) for o in self.causes]
         df = pd.DataFrame(rows, columns=['cause','where','error','what to write'])
@@ -137,6 +138,7 @@ def kind_of(bench, k, on):
         return a.keys()==b.keys() and all(map(np.array_equal, a.values(), b.values()))
     # it may act at random
     if all(same_grads(i) and same_inputs(i) for i in range(3)): return 'needless callback'
+    if bench.run(bench.windows, on).moved: return 'early step'
     return 'augmentation' if hasattr(type(k), 'before_batch') or 'before_batch' in vars(k) else 'callback'
 
 # %% ../../nbs/know/check.ipynb #c4000007
@@ -147,6 +149,7 @@ _advice = {
                  '`average=False` for a sum',
     'backward':  'in your `_backward`, add to the gradients that are there, and only what belongs to loss_grad',
     'callback':  'let it act in `before_step`, where the gradient is that of the window',
+    'early step':'let it step in `before_step`: it moves the weights before the window ends',
     'needless callback':'remove it: with the large batch it changes nothing',
     'unknown':   'rewrite the module so that it computes each sample by itself'}
 
@@ -171,7 +174,7 @@ def remedy(bench, kind, on):
         except Exception: pass   # whatever the learner's own code raises, there is other advice
     whole = whole_lines(bench.cbs, bench.loaded, saves, cut) if saves or cut else []
     advice = [v for k,v in _advice.items() if k==kind]
-    lines = advice+whole if kind in ('callback','loss') else whole+advice
+    lines = advice+whole if kind in ('callback','early step','loss') else whole+advice
     if not whole and (kind=='unknown' or not lines):
         lines.append('keep the large batch in memory'+', with `learn.offload_activations()`'*(not bench.savers))
     return '\n'.join(lines)
