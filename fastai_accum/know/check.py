@@ -14,7 +14,7 @@ from html import escape
 from typing import NamedTuple
 from fastai.basics import *
 from ..devices import is_out_of_memory
-from .bench import Bench,first_error,run_as_it_is,said,shown,shown_once,stays_off,stream
+from .bench import Bench,first_error,said,shown,shown_once,stays_off,stream
 from ..memory.checkpointing import GradientCheckpointing
 from ..microbatch import MicroBatch
 from ..modes import eager,quiet
@@ -82,15 +82,15 @@ def causes(bench, known=()):
         is_cause = err>bench.tol and abs(err-rest)>1e-6*rest
         # a module that mixes samples hides the loss
         if k=='loss' and is_cause: is_cause = bench.error(on)<=bench.tol
-        # and one that draws whom it mixes is no dropout
-        if k=='dropout' and is_cause and rest>bench.tol:
-            is_cause = abs(bench.error([*on, 'masks'])-rest)>1e-6*rest
         if is_cause: found[k] = err,[*on, k]
         else: on,rest = [*on, k],err
     bench.on = on if rest<=bench.tol else None
     if rest>bench.tol: found['unknown'] = rest,on
     bench.ways = ('exact','coupled') if {'batch norm','dropout'} & {*found} else ('coupled','exact')
-    return [explained(bench, k, *found[k]) for k in [*bench.all,'unknown'] if k in found]
+    found = [explained(bench, k, *found[k]) for k in [*bench.all,'unknown'] if k in found]
+    mixers = {o.where for o in found if o.kind=='unknown'}
+    # one that draws whom it mixes is no dropout
+    return [o for o in found if o.kind!='dropout' or o.where not in mixers]
 
 def _named(f): return getattr(f, '__name__', type(f).__name__)
 
@@ -220,9 +220,9 @@ def look_late(bench):
     return 0.,[]
 
 def holders(a, b, tol=1e-6):
-    "The callbacks that hold something else after the step of the record `a` than after that of `b`"
+    "Who holds something else after the step of the record `a` than after that of `b`"
     keys = [k for k in {**a.holds, **b.holds} if off(a.holds.get(k), b.holds.get(k))>tol]
-    return list(dict.fromkeys(type(cb).__name__ for cb,_ in keys))
+    return list(dict.fromkeys(o if isinstance(o, str) else type(o).__name__ for o,_ in keys))
 
 # %% ../../nbs/know/check.ipynb #c1000012
 def answer(bench, err, causes):
@@ -272,8 +272,8 @@ def check_accumulation(self:Learner,
     status.say('The gradients are compared')
     res = None
     try:
-        run_as_it_is(self)
-        with quiet(),eager(self.model): res = checked(Bench(self, bs, status))
+        with quiet(False): bench = Bench(self, bs, status)
+        with quiet(),eager(self.model): res = checked(bench)
     except Exception as e:
         if not is_out_of_memory(e) or bs<8:
             if not isinstance(e, Refused) and 'check_accumulation' not in str(e): e.add_note(_raised)
