@@ -10,7 +10,7 @@ Memory is what a training step allocates at its peak, on top of weights, gradien
 Pinned memory is that of the host, where `exact=True` and `OffloadActivations` keep activations. After each run, nothing may be left on the device.
 """
 import argparse,gc,io,warnings
-from contextlib import nullcontext,redirect_stdout
+from contextlib import contextmanager,nullcontext,redirect_stdout
 from functools import partial
 from unittest.mock import patch as replaced
 from common import *
@@ -113,9 +113,20 @@ def architecture(net, device):
 # ---- what fits stays
 
 rooms = .5,.75,.95,1.,1.1,1.2   # of the peak of the plain run
-in_rooms = dict(checkpointing=lambda room: [GradientCheckpointing(room=room)], offload=lambda room: [OffloadActivations(room)], both=lambda room: [GradientCheckpointing(room=room), OffloadActivations(room)])
+in_rooms = dict(checkpointing=lambda **kw: [GradientCheckpointing(**kw)], offload=lambda **kw: [OffloadActivations(**kw)], both=lambda **kw: [GradientCheckpointing(**kw), OffloadActivations(**kw)])
 
-def later_step(cbs, device):
+@contextmanager
+def held_to(limit, device):
+    "A block in which `device` gives no more than `limit` bytes"
+    on = api(device)
+    def hold(n):
+        if is_simulated(device): on.set_limit(n)
+        else: on.set_per_process_memory_fraction(n/on.get_device_properties(device).total_memory if n else 1., device)
+    hold(limit)
+    try: yield
+    finally: hold(None)
+
+def later_step(cbs, device, limit=None):
     "Of twelve blocks: how many run again in the last of six steps, the bytes that it moves there and back, and the peak of all, weights included"
     n = Counter()
     def counted(f, k, size):
@@ -126,19 +137,19 @@ def later_step(cbs, device):
     dl = DataLoader(list(zip(torch.randn(6*32,3,16,16), torch.randint(10, (6*32,)))), bs=32, device=device)
     learn = quiet(Learner(DataLoaders(dl, dl, device=device), blocks(12).to(device), nn.CrossEntropyLoss(), SGD, lr=1e-3, cbs=[NoValid(), count, *cbs]))
     gc.collect()
-    with (replaced.object(Saved, 'run', counted(Saved.run, 'again', lambda: 1)), replaced.object(Copies, '_send', counted(Copies._send, 'moved', lambda t, host: t.nbytes)),
+    with (held_to(limit, device), replaced.object(Saved, 'run', counted(Saved.run, 'again', lambda: 1)), replaced.object(Copies, '_send', counted(Copies._send, 'moved', lambda t, host: t.nbytes)),
           replaced.object(Copies, '_start', counted(Copies._start, 'moved', lambda o: o.t.nbytes)), redirect_stdout(io.StringIO())):
         api(device).reset_peak_memory_stats(device)
         learn.fit(1)
     return n['again'],n['moved'],api(device).max_memory_allocated(device)
 
 def what_stays(device):
-    "A row for each share of the memory of plain training: nine tenths of it are for the training"
+    "A row for each share of the memory of plain training"
     _,_,peak = later_step([], device)
     for share in (0,*rooms):
         res = dict(share=share, peak=peak)
         for k,make in in_rooms.items():
-            again,moved,most = later_step(make(int(.9*share*peak)), device)
+            again,moved,most = later_step(make(room=None if share else 0), device, int(share*peak))
             res[k] = dict(again=again, moved=moved, peak=most/peak)
         print(res, flush=True)
         yield res

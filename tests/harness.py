@@ -244,6 +244,13 @@ def is_returned(learn):
     "Whether nothing that we lend is in the learner or in its model"
     return not any(isinstance(v, Lent) for o in (learn,*learn.model.modules()) for v in vars(o).values())
 
+def left_alone(model):
+    "No thread of ours waits, and what was lent to the model is back"
+    ours = [t for t in threading.enumerate() if t.name.startswith('Thread-') and t.daemon
+            and '_read_thread' not in t.name]   # which `torch.compile` starts, and keeps
+    assert threading.active_count()==1 or not ours, ours
+    assert is_returned(SimpleNamespace(model=model))
+
 def left(learn):
     """All that a trial must leave as it was, by name: tensors with their graphs and hooks, gradients, attributes,
     modes, the optimizer, the generators, and what is global"""
@@ -265,6 +272,13 @@ def left(learn):
 def assert_left(was, learn):
     now = left(learn)
     for k in was: assert identical(was[k], now[k]), f'{k}: {was[k]} is now {now[k]}'
+
+def refused(learn, match, exc=ValueError, fit=lambda l: l.fit(1)):
+    "The words of the error that `fit` raises; no weight and no buffer has moved"
+    was = deepcopy(learn.model.state_dict())
+    with pytest.raises(exc, match=match) as e: fit(learn)
+    assert identical(was, learn.model.state_dict()) and is_returned(learn), 'something has moved'
+    return str(e.value)
 
 def close(a, b, tol=TOL):
     "Whether `a` is `b` up to `tol`, however they are nested"

@@ -17,6 +17,8 @@ def of_batches(train, valid=None, n_inp=1, **kwargs):
     for o in (dls,*dls.loaders) if n_inp else (): o.n_inp = n_inp
     return dls
 
+def whole(cbs, n=76, bs=32, **kwargs): return same(cbs, bs, bs, n, **{**one_group, **kwargs})   # the same batches
+
 def quiet(learn): learn.remove_cb(ProgressCallback).logger = noop; return learn
 
 class Stream(torch.utils.data.IterableDataset):

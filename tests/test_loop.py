@@ -4,31 +4,6 @@ from contextlib import nullcontext
 from nets import *
 from fastai_accum.all import *
 
-class Augmented(Items):
-    "A dataset that draws random numbers for each item, as random item transforms do"
-    def __getitem__(self, i):
-        x,*y = super().__getitem__(i)
-        return (x+.3*random.random(),*y)
-
-class Drawn(DataLoader):
-    "Large batches; one that is not full is dropped when its items have been drawn"
-    def create_batches(self, samps): return (b for b in super().create_batches(samps) if len(b[0])==32)
-    def __len__(self): return self.n//32
-
-@each(window=[dict(n_step=4), dict(n_samples=32)])
-def test_a_dropped_tail_is_drawn(window):
-    "It is drawn and thrown away without being run, because the loader of the large batch draws these items too"
-    def train(cls, bs, *cbs):
-        dl = cls(Augmented(features(84), classes(84)), bs=bs, shuffle=True)
-        learn = make_learner(DataLoaders(dl, make_dls(76, 16).valid), cbs=cbs)
-        random.seed(1); dl.rng.seed(1)
-        learn.fit(2)
-        return learn
-    runs = []
-    a = train(DataLoader, 8, AccumulateStep(**window, drop_last=True), Callback(after_loss=lambda cb: runs.append(1)))
-    assert_same(a, train(Drawn, 32))
-    assert len(runs)-2*2==2*8 and a.accumulate_step.counts.n_thrown==2*20
-
 def of_windows(windows):
     "Loaders whose batches are these samples"
     return of_batches([(features(76)[w],classes(76)[w]) for w in windows], make_dls(76, 16).valid)
@@ -118,28 +93,6 @@ def test_removed_in_mid_epoch(cbs, event):
     is_clean(learn)
     n = 3 if AccumulateStep in cbs and (in_loop or event=='after_train') else 10
     assert len(learn.spy.steps)==n+10 and not learn.cbs.filter(risinstance(cbs[0]))
-
-@each(cls=[AccumulateStep,MicroBatch])
-def test_one_instance_in_two_learners(cls):
-    "As when `cbs` is shared by folds: the first one, which has lost it, raises when it trains"
-    cb = cls(4)
-    a,b = (make_learner(make_dls(64, 8), cbs=cb) for _ in range(2))
-    with pytest.raises(ValueError, match='this instance is in another Learner too'): a.fit(1)
-    b.fit(1)
-    assert len(b.spy.steps)==(2 if cls is AccumulateStep else 8)
-
-def test_given_to_fit():
-    a,_ = same(list, fit=lambda l: l.fit(2, cbs=AccumulateStep(4) if l.dls.train.bs==8 else None))
-    assert not hasattr(a, 'accumulate_step')
-
-@each(keep=[True, False])
-def test_drop_last_decides(keep):
-    "`drop_last` against the loader's own: a large loader over the same samples"
-    n = 116//8*8 if keep else 116//32*32
-    a = make_learner(make_dls(116, 8, drop_last=keep, shuffle=False), cbs=AccumulateStep(4, drop_last=not keep))
-    b = make_learner(DataLoaders(DataLoader(Items(features(116)[:n], classes(116)[:n]), bs=32), a.dls.valid))
-    for l in (a,b): l.fit_one_cycle(2)
-    assert_same(a, b)
 
 @each(cb=[AccumulateStep(4), AccumulateStep(4, drop_last=True), MicroBatch(3)])
 def test_progress_moves_at_each_micro_batch(cb, monkeypatch):

@@ -1,6 +1,5 @@
 """The weight of each loss is what its mean divides by, and training with it is the large batch's: cut evenly and
 unevenly, in windows without targets, and any window. Rows of the page "Works with" train each loss as it is"""
-from hypothesis import given,settings,strategies as st
 from nets import *
 from kinds import Odd
 from fastai_accum.loss import *
@@ -174,32 +173,6 @@ def test_extend():
     loss_weight.register(Mine, lambda f, pred, targ: (targ[:,0]>0).sum())
     assert_same(*pair(Mine(), y, fit=fit))
     assert before>1e-3
-
-@settings(max_examples=600 if SWEEP else 60, deadline=None, derandomize=not SWEEP)
-@given(st.data())
-@pytest.mark.filterwarnings('ignore')
-def test_any_window(data):
-    """Any batch size, window in micro-batches or samples, length, skipped items, share of ignored targets, weights,
-    and either rule for the tail"""
-    draw = data.draw
-    bs,n,drop = draw(st.integers(1,9)),draw(st.integers(1,60)),draw(st.booleans())
-    window = dict(n_step=draw(st.integers(1,6))) if draw(st.booleans()) else dict(n_samples=draw(st.integers(1,40)))
-    size = window.get('n_step') or -(-window['n_samples']//bs)
-    skip = set() if drop else draw(st.sets(st.integers(0,n-1), max_size=n-1))
-    if drop and n<bs*size: return   # never a step: an error, tested elsewhere
-    w = torch.tensor(draw(st.lists(st.floats(.01,100), min_size=3, max_size=3))).double()
-    y = torch.where(torch.rand(n, generator=torch.Generator().manual_seed(n))<draw(st.floats(0,.9)), classes(n), -100)
-    nans = []   # of windows without targets, where the large batch steps on NaN
-    def note(cb): nans.append(cb.training and cb.loss.isnan().item())
-    def fit(b, cb):
-        learn = make_learner(make_dls(n, b, y=y, drop_last=drop, skip=skip), loss_func=nn.CrossEntropyLoss(weight=w),
-                             cbs=cb, opt_func=partial(SGD, mom=.9))
-        learn.fit_one_cycle(2); learn.fit(1)
-        return learn
-    a,b = fit(bs, AccumulateStep(**window)),fit(bs*size, Callback(after_loss=note))
-    if b.spy.steps and not any(nans): assert_same(a, b)
-    n = a.accumulate_step.counts
-    assert n.n_samples==n.n_stepped+n.n_thrown
 
 # ---- losses that divide by max(c, positives): `weight=` returns two numbers
 

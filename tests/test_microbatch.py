@@ -7,7 +7,6 @@ from kinds import Odd
 
 modes = each(coupled=[False,True])
 ways = {}, dict(coupled=True), dict(exact=True)
-def whole(cbs, n=76, bs=32, **kwargs): return same(cbs, bs, bs, n, **{**one_group, **kwargs})
 def odd(f, **kwargs): return Odd(f, m=small_model(), **kwargs)
 
 @each(10, coupled=[False,True], drop_last=[False,True], n=[64,76,75,40], bs=[1,5,8,31,32,100])

@@ -65,14 +65,6 @@ def test_parameters_stay(device):
     with moved() as ts, Host(model).hooks(x): model(x)
     assert ts and not dict(ts).keys() & {address(o) for o in (*model.parameters(), *model.buffers(), x)}
 
-def test_changed_in_place(device):
-    "What stays and is changed before the backward pass is an error, as without"
-    big = nn.Linear(64,64).to(device)
-    for how in (nullcontext, Host(big).hooks):
-        with how(): y = big(torch.randn(8,64).to(device).requires_grad_()).sum()
-        with torch.no_grad(): big.weight.add_(1)
-        with pytest.raises(RuntimeError, match='modified by an inplace operation'): y.backward()
-
 def test_twice(device):
     "A graph that is gone through twice, and a gradient of a gradient"
     m = nn.Sequential(nn.Linear(64,64), nn.Tanh(), nn.Linear(64,1)).to(device)
@@ -90,8 +82,8 @@ def test_root_sequential(device):
     def make():
         stem = nn.Conv2d(3,8,3),nn.BatchNorm2d(8),nn.ReLU(),nn.MaxPool2d(2)
         return nn.Sequential(*stem, nn.Conv2d(8,8,3), nn.ReLU(), nn.Flatten(), nn.Linear(200,3))
-    for on in (lambda l: l.gradient_checkpointing().offload_activations(),
-               lambda l: l.offload_activations().gradient_checkpointing()):
+    for on in (lambda l: l.gradient_checkpointing().offload_activations(0),
+               lambda l: l.offload_activations(0).gradient_checkpointing()):
         same_bits(on, make=make)
         learn = on(get_learner(make))
         learn.add_cb(NoValid())
@@ -168,11 +160,11 @@ def test_each_tensor_moves_once_and_what_fits_stays(device, fakegpu):
     assert steps[0]==2*saved and steps[2:]==[0]*2, (saved, steps)   # the second one, with gradients, shows the peak
     moves = [steps_in(fakegpu, o, OffloadActivations()) for o in (.5,.75,.97)]
     for share,(steps,_,mine) in zip((.5,.75,.97), moves):
-        missing = (1-.9*share)*peak + 4*2**19   # and four activations, of which some are on their way
+        missing = (1-11/12*share)*peak + 4*2**19   # and four activations, of which some are on their way
         assert mine<=share*peak and 0<steps[-1]<=2*missing, (share, steps, peak)
     all_of_it = steps_in(fakegpu, 2, OffloadActivations(room=0))[0]
-    given = steps_in(fakegpu, 2, OffloadActivations(room=int(.9*.75*peak)))[0]
-    assert min(all_of_it)==max(all_of_it) and given[-1]==moves[1][0][-1]
+    given,_,mine = steps_in(fakegpu, 2, OffloadActivations(room=int(.75*peak)))
+    assert min(all_of_it)==max(all_of_it) and 0<given[-1]<=moves[1][0][-1] and mine<=.75*peak
 
 @simulated
 @each(case=[dict(sizes=(4,16,8,32,12)), dict(sizes=(32,16,4)), dict(bytes=Bytes(3, 2**20)), dict(opt_func=Adam)])
@@ -193,16 +185,16 @@ class Runs(Callback):
 
 @simulated
 def test_blocks_that_fit_do_not_run_again(device, fakegpu):
-    "Twelve blocks and the stem: what nine tenths of the memory miss runs again, and at most one block more"
+    "Twelve blocks and the stem: what eleven twelfths of the memory miss runs again, and at most one block more"
     def runs(share, *cbs): return steps_in(fakegpu, share, *cbs, bytes=Runs(), model=partial(tower, 16, 12))
     least,peak,low = runs(2, GradientCheckpointing(room=0))
     assert least[1:]==[13]*3 and least[0]>13   # with the proof
     saves = (peak-low)/12   # by a block that runs again; the largest one has its memory then
-    assert runs(1.2, GradientCheckpointing())[0][2:]==[0]*2
+    assert runs(1.1, GradientCheckpointing())[0][2:]==[0]*2
     for share in .5,.75,1.:
         (_,second,*_,last),peak,mine = runs(share, GradientCheckpointing())
-        missing = (1-.9*share)*peak
-        assert second==13 and mine<=.9*share*peak and last<=missing/saves+1, (share, last, missing/saves)
+        missing = (1-11/12*share)*peak
+        assert second==13 and mine<=share*peak and last<=missing/saves+1, (share, last, missing/saves)
     both,_,_ = runs(.6, GradientCheckpointing(), OffloadActivations())
     assert both[-1]<=6, both   # blocks stay before tensors move
 
@@ -214,12 +206,12 @@ def test_what_comes_later_has_its_room_beside_blocks(case, device, fakegpu):
 @simulated
 def test_blocks_of_a_step_share_the_room(device):
     "Also if the model runs twice before the backward pass"
-    room = BlockRoom(nn.Linear(2,2).to(device))
+    room = Room(nn.Linear(2,2).to(device))
     room.begin(())
     room.costs,room.n,room.start = [[1],[1],[1]],2,None
-    assert not room.stays()
+    assert not room.has_block()
     room.begin(())
-    assert room.stays() and room.stays()
+    assert room.has_block() and room.has_block()
 
 @simulated
 @each(cb=[OffloadActivations, GradientCheckpointing], when=['forward', 'backward'])
@@ -246,4 +238,4 @@ def test_nothing_stays_once_memory_has_run_out(cb, when, device, fakegpu):
 def test_the_share_of_a_process(device, fakegpu, monkeypatch):
     monkeypatch.setattr(fakegpu, 'get_per_process_memory_fraction', lambda d: .5, raising=False)
     room = Room(nn.Linear(2,2).to(device))
-    assert room.total()==int(.9*.5*fakegpu.mem_get_info(device)[1])
+    assert room.free(0)==int(.5*fakegpu.mem_get_info(device)[1])*11//12

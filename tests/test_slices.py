@@ -396,13 +396,6 @@ def test_slices_without_gradient():
     assert_same(a, b)
     close(a.loss_func.s, b.loss_func.s)
 
-def test_input_changed_in_place():
-    class Changes(Small):
-        def forward(self, x): return super().forward(x.mul_(.5))
-    for cb,limit,says in (MicroBatch(8, coupled=True),99,'the model changes its input in place, and coupled=True'), \
-                         (MicroBatch(),8,'memory ran out, and .* in place'):
-        with pytest.raises(RuntimeError, match=f'MicroBatch: {says}'): train(cb, model=partial(Changes, limit))
-
 def test_modes_of_the_first_pass():
     "A callback sets a part of the model to evaluation for the length of its forward pass"
     class Mode(Callback):
@@ -410,10 +403,6 @@ def test_modes_of_the_first_pass():
         def before_batch(self): self.model.drop.eval()
         def after_pred(self): self.model.drop.train()
     assert_same(train([MicroBatch(8, coupled=True),Mode()], model=Noisy), train(Mode(), model=sliced(Noisy)))
-
-def test_a_model_with_an_unknown_state():
-    with pytest.raises(ValueError, match=r'MicroBatch: the model has a reset\(\)'):
-        train(MicroBatch(5), model=odd(None, reset=noop))
 
 @modes
 def test_callbacks_that_call_the_model(coupled):
