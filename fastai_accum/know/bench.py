@@ -361,14 +361,11 @@ def error(self:Bench, on, way=None):
         part,whole = (first(o.grads) or {} for o in self.seen)   # `{}` if nobody has called the optimizer
         both = {**part,**whole}   # no gradient counts as 0
         def flat(grads): return torch.cat([grads.get(k, (0,0*x))[1] for k,(_,x) in both.items()])
-        if not self.seen[1].grads:
-            raise ValueError(f"check_accumulation: {self.blamed(on) or 'a callback'} cancels the step, or the batch. If it "
-                             "accumulates by itself, as recipes of forums do, remove it")
         if not whole or not 0<flat(whole).norm()<math.inf:
             if who := self.blamed(on):
-                raise ValueError(f"check_accumulation: {who} leaves no gradient for the learner's step, since it makes steps "
-                                 "or clears gradients by itself. If it does so before `before_step`, the weights move "
-                                 "before the window ends; let `opt_func` make the step")
+                raise ValueError(f"check_accumulation: {who} leaves no gradient for the learner's step: it cancels the step, "
+                                 "or steps or clears gradients by itself, as recipes of forums do. Remove it, since the "
+                                 "weights must not move before the window ends")
             raise ValueError("check_accumulation: the gradient of the samples is zero or not finite. Maybe the loss "
                              "ignores all their labels: load others. Maybe it does not depend on the model. Maybe the step "
                              "is over, since hooks make it in the backward pass: let `opt_func` make it")
