@@ -33,7 +33,7 @@ def amount(err):
 
 class Cause(NamedTuple):
     "One cause of a difference"
-    kind:str     # 'batch norm', 'dropout', 'loss', 'backward', 'augmentation', 'callback', 'early step', 'needless callback' or 'unknown'
+    kind:str     # 'batch norm', 'dropout', 'loss', 'backward', 'augmentation', a kind of callback or 'unknown'
     where:str    # Where it begins: the name of a module, of the loss or of the callback
     error:float  # Relative error of the gradient with this cause; the other causes are off
     remedy:str   # What to write, one a line
