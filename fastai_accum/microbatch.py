@@ -42,7 +42,7 @@ class MicroBatch(WindowCallback):
     guarded = ()             # what this fit has tried: sizes of batches and slices, and what decides the way of the model
     can_change = None        # in a window that is tried again
     told = False             # that nothing is saved on a CPU
-    _stateattrs = 'window','group','mode','kept','can_change','guarded'
+    _stateattrs = 'window','group','mode','kept','can_change','guarded','plans'
     fits = {}                # how many samples fit, if a batch does not, by `learn.training`
     plans = {}               # with exact, what the model draws, for each way that it takes
 
