@@ -100,8 +100,10 @@ def fair(func, name, args, kwargs):
 def _some(func, o, *args, **kwargs):
     "Fill `o` with some draws again and again: half of the time of an AWD-LSTM is that of drawing for its weights"
     xs = o.view(-1)
-    few = func(xs[:_few].clone(), *args, **kwargs).bool()   # small
-    xs.copy_(few.repeat(-(-len(xs)//_few))[:len(xs)])
+    few = func(xs[:_few].clone(), *args, **kwargs)
+    n = len(xs)//_few*_few
+    xs[:n].view(-1, _few).copy_(few)
+    xs[n:] = few[:len(xs)-n]
     return o
 
 # %% ../nbs/modes.ipynb #1e84cf5a

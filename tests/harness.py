@@ -9,7 +9,7 @@ import pytest
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai_accum.core import *
-from fastai_accum.microbatch import MicroBatch
+from fastai_accum.microbatch import MicroBatch   # for all tests
 from fastai_accum.state import Lent
 
 TOL = 1e-12
@@ -119,6 +119,14 @@ class OnCpu(MixedPrecision):
 class NoValid(Callback):
     "Train only"
     def before_validate(self): raise CancelValidException
+
+def raising(exc, event, when=lambda cb: True, order=0):
+    "A callback that raises `exc` at an event of training, if `when(cb)` is true"
+    def f(cb):
+        if cb.training and when(cb): raise exc
+    cb = Callback(**{event:f})
+    cb.order = order
+    return cb
 
 class EachMicro(Callback):
     "Has `after_batch` at each micro-batch"

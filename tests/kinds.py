@@ -347,6 +347,8 @@ rows(ordinary, to=controls, kw=dict(whole=True, loss=two_terms),
      dictionary=lambda: full(Odd(lambda m, h: dict(logits=m.lin(h)[:,:3], extra=h), lin=lin())))
 rows(ordinary, to=controls, kw=dict(whole=True, data=lambda: ((features(27),features(27, 8, 3)), classes(27))),
      two_inputs=lambda: full(Odd(lambda m, h, z: m.lin(h*z)[:,:3], lin=lin())))
+rows(ordinary, E, C, to=controls, kw=dict(whole=True, loss=lambda p, y: F.cross_entropy(p['rest'][1][0], y)),
+     nested=lambda: full(Odd(lambda m, h: dict(both=h, rest=[h,(m.lin(h),)]), lin=lin())))
 
 # ---- models that look at the batch, and what the refusal says
 

@@ -59,9 +59,8 @@ class Case:
         return learn
     def callbacks(self, rank):
         "With one that leaves out the micro-batches that the case names"
-        def drops(cb): return cancel() if cb.training and (rank,cb.micro.i) in self.left_out else None
-        return [AccumulateStep(**{'n_step':self.n_step, **(self.acc or {})}), Callback(**{self.leave:drops}),
-                *L(self.cbs())]
+        drops = raising(CancelBatchException, self.leave, lambda cb: (rank,cb.micro.i) in self.left_out)
+        return [AccumulateStep(**{'n_step':self.n_step, **(self.acc or {})}), drops, *L(self.cbs())]
     def several(self, rank, world):
         "What process `rank` of `world` trains"
         self.first(rank, world)
@@ -112,10 +111,9 @@ def without_recorder(learn):
 
 def cut_unequally(learn):
     "A fit that is cancelled when process 1 has run the model and process 0 has not"
-    def stop(cb):
-        if cb.training and cb.micro.i==1: raise CancelTrainException
-    def first(cb): return cancel() if cb.training and cb.micro.i==0 and rank()==0 else None
-    if isinstance(learn.model, DDP): learn.fit(1, .02, cbs=[Callback(before_batch=stop), Callback(before_batch=first)])
+    stop = raising(CancelTrainException, 'before_batch', lambda cb: cb.micro.i==1)
+    first = raising(CancelBatchException, 'before_batch', lambda cb: cb.micro.i==0 and rank()==0)
+    if isinstance(learn.model, DDP): learn.fit(1, .02, cbs=[stop, first])
     learn.spy.steps = []
     learn.fit(1, .02)
 

@@ -129,6 +129,15 @@ def unlabelled(*cbs, k=7, loss=lambda p: p.pow(2).mean(), **kwargs):
     return in_order(*cbs, x=features(40), y=(features(40, k*6).view(40, k, 6),classes(40)), n_inp=2, loss=both,
                     create_batch=several, model=model, **kwargs)
 
+def in_odd_modes():
+    "Fitted, with gradients, a frozen layer, and a dropout in evaluation"
+    learn = learner(net(bn(), nn.Dropout()).float(), CrossEntropyLossFlat(), x=features(64).float())
+    with learn.no_logging(): learn.fit(1)
+    for p in learn.model.parameters(): p.grad = torch.ones_like(p)
+    learn.model[0].requires_grad_(False)
+    learn.model[2].eval()
+    return learn
+
 class Penalty(Callback):
     "A module that a callback and the learner hold is that of the model in the trial too"
     def __init__(self, m): self.m = m
@@ -283,6 +292,7 @@ cases = dict(
     dropout=(lambda: learner(net(nn.Dropout(.3))), 'dropout 1'),
     coin=(lambda: learner(net(coin())), 'dropout 1'),
     recomputed=(lambda: again(True), 'dropout 0.m.1'), recomputed_too=(lambda: again(False), 'dropout 0.m.1'),
+    in_odd_modes=(in_odd_modes, 'batch norm 1, dropout 2'),
     blocks=(lambda: blocks(AccumulateStep(2)), 'batch norm 0.1, dropout 0.3',
             'in place of AccumulateStep, and write `learn.gradient_checkpointing()`\n'
             'if that does not fit: `learn.micro_batch('),

@@ -45,9 +45,8 @@ def test_a_step_of_ones_own(case):
 
 def test_a_cancelled_step_is_not_counted():
     "A scaler that skips the step by itself cancels nothing, and counts as fastai counts it"
-    def skip(cb):
-        if cb.train_iter==1: raise CancelStepException
-    a,b = same(lambda: AccumulateStep(4), also=lambda: Callback(before_step=skip))
+    a,b = same(lambda: AccumulateStep(4),
+               also=partial(raising, CancelStepException, 'before_step', lambda cb: cb.train_iter==1))
     n = a.accumulate_step.counts
     assert (n.n_steps,n.n_stepped,n.n_thrown,n.sizes)==(5,120,32,[32,0,12,32,32,12]) and a.train_iter==6
 
@@ -71,10 +70,8 @@ def test_the_loss_is_scaled_by_one_constant():
 def test_a_window_that_is_thrown_away_clears_all(case):
     "Also the gradients of what the optimizer does not hold: a frozen part of the model, and the loss's own parameters"
     event,exc,at = case
-    def stop(cb):
-        if cb.training and cb.micro.i==at: raise exc
     learn = make_learner(make_dls(64, 8), loss_func=Scaled(), splitter=lambda m: [params(m[0])],
-                         cbs=[AccumulateStep(4), Callback(**{event:stop})])
+                         cbs=[AccumulateStep(4), raising(exc, event, lambda cb: cb.micro.i==at)])
     with pytest.raises(exc) if exc is KeyboardInterrupt else nullcontext(): learn.fit(1, cbs=NoValid())
     assert learn.micro.i==at   # the rest of the window is drawn, not run
     for p in *learn.model.parameters(),learn.loss_func.s: assert p.grad is None or not p.grad.any()
@@ -109,9 +106,7 @@ def test_progress_moves_at_each_micro_batch(cb, monkeypatch):
        event=['before_batch','after_pred','after_loss','before_backward'])
 def test_cancelled_micro_batches(which, event, order):
     "What is cancelled before its backward pass adds nothing, and its window steps, also if it was the boundary"
-    def cancel(cb):
-        if cb.training and cb.micro.i in which: raise CancelBatchException
-    cb = Callback(**{event:cancel}); cb.order = order
+    cb = raising(CancelBatchException, event, lambda cb: cb.micro.i in which, order)
     windows = [[j for i in range(k, min(k+4,10)) if i not in which for j in range(i*8, min(i*8+8,76))] for k in (0,4,8)]
     a = make_learner(make_dls(76, 8, shuffle=False), cbs=[cb, AccumulateStep(4)])
     b = make_learner(of_windows(filter(None, windows)))
@@ -148,11 +143,7 @@ def test_one_micro_batch_is_plain(way):
 
 # A fit that makes no step says so once
 
-def skip(event, exc):
-    "Leaves every fourth batch"
-    def stop(cb):
-        if cb.training and (cb.iter+1)%4: raise exc
-    return Callback(**{event:stop})
+def skip(event, exc, n=4): return raising(exc, event, lambda cb: (cb.iter+1)%n)   # but every `n`th batch
 
 @each(cb=[partial(AccumulateStep, 4), partial(AccumulateStep, n_samples=32), partial(MicroBatch, 4)],
       at=[('before_step',CancelBatchException), ('before_step',CancelStepException),
@@ -169,12 +160,10 @@ def test_all_windows_are_cancelled(cb, at):
     for n in 1,2:   # the recipe of forums beside ours, where every fourth window steps: said once, in the first windows
         said, = warned(n, 128, AccumulateStep(2))
         assert '2 steps in 8 windows' in said
-    def half(cb):
-        if cb.training and cb.iter%2: raise CancelStepException
     with warnings.catch_warnings():
         warnings.simplefilter('error', UserWarning)
         # half of them is fine
-        make_learner(make_dls(64, 8), cbs=[AccumulateStep(2), Callback(before_step=half)]).fit(1)
+        make_learner(make_dls(64, 8), cbs=[AccumulateStep(2), skip('before_step', CancelStepException, 2)]).fit(1)
 
 def test_trials_say_nothing():
     learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(2))
@@ -276,10 +265,9 @@ def test_cancelled_windows_leave_parameters_elsewhere():
     def run(bs, at, event, *cbs):
         def fill(cb):
             if cb.training and cb.micro.i==at: cb.elsewhere.c.grad = torch.ones(3, 3).double()
-        def leave(cb):
-            if cb.training and cb.micro.i==at: raise CancelBatchException
-        learn = make_learner(make_dls(64, bs, shuffle=False), cbs=[Elsewhere('loss'), Callback(before_batch=fill),
-                                                                   Callback(**{event:leave}), *cbs])
+        leaves = raising(CancelBatchException, event, lambda cb: cb.micro.i==at)
+        learn = make_learner(make_dls(64, bs, shuffle=False),
+                             cbs=[Elsewhere('loss'), Callback(before_batch=fill), leaves, *cbs])
         learn.fit(2)
         return learn
     a,large = run(8, 4, 'after_backward', AccumulateStep(4)),run(32, 1, 'after_loss')

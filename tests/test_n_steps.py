@@ -15,13 +15,6 @@ def test_it_is_what_the_fit_makes(way, drop_last):
     learn.fit(3, cbs=NoValid())
     assert n==len(learn.spy.steps)>0
 
-def test_a_later_start():
-    "With `start_epoch=2`, the difference"
-    learn = make_learner(make_dls(76, 8), cbs=AccumulateStep(4))
-    n = learn.n_steps(5)-learn.n_steps(2)
-    learn.fit(5, start_epoch=2)
-    assert n==len(learn.spy.steps)>0
-
 def test_accumulation_for_every_learner():
     "What is turned on counts, unless the learner has an `AccumulateStep` of its own, even one that is off"
     plain,own,off = (make_learner(make_dls(64, 8), cbs=cb) for cb in (None, AccumulateStep(2), AccumulateStep(2)))

@@ -81,26 +81,6 @@ def test_the_second_pass_draws_what_the_first_has_drawn():
     assert a.model.bn.num_batches_tracked==b.model.bn.num_batches_tracked
     assert a.model.n<b.model.n   # a batch counts once; the slices of the other model count each
 
-def structured():
-    "Several inputs and outputs, nested"
-    def f(m, x, more):
-        a,b = m.a(x),m.b(more['side'])*more['scale']
-        return dict(both=a+b, rest=[a,(b,)])
-    torch.manual_seed(0)
-    return Odd(f, a=nn.Linear(6,3), b=nn.Linear(2,3)).double()
-
-def listed(batch, n, bs):
-    "Loaders of two inputs, which have what `batch` makes of ranges of samples"
-    return of_batches(*([batch(i, min(i+bs,k)) for i in range(0, k, bs)] for k in (n,24)), n_inp=2)
-def nested(i, j):
-    x,side,y,z = (o[i:j] for o in (features(80),features(80, 2),classes(80),features(80, 3)))
-    return x,dict(side=side, scale=tensor(2.).double(), name='side'),y,z
-
-@modes
-def test_nested_batches(coupled):
-    def loss(pred, y, z): return F.cross_entropy(pred['both'], y)+F.mse_loss(pred['rest'][1][0].mean(1), z[:,0])
-    alike(MicroBatch(5, coupled=coupled), dls=partial(listed, nested), model=structured, loss_func=loss)
-
 @dataclass
 class Boxed: x:Tensor
 objects = Boxed(torch.ones(4)),SimpleNamespace(a=[SimpleNamespace(x=np.ones(4))])
@@ -541,15 +521,13 @@ def test_each_row_comes_once_to_a_hook():
 
 def test_the_count_of_samples_is_not_stale():
     "After a cancel the loader runs out of memory: that is no reason for smaller slices"
-    def late(cb):
-        if cb.training: raise CancelBatchException
     class Data(Items):
         def __getitem__(self, i):
             if i==40: out_of_memory()
             return super().__getitem__(i)
     dls = make_dls(64, 8, shuffle=False)
     dls.train.dataset.__class__ = Data
-    learn = make_learner(dls, cbs=[MicroBatch(), Callback(after_backward=late)])
+    learn = make_learner(dls, cbs=[MicroBatch(), raising(CancelBatchException, 'after_backward')])
     with pytest.raises(torch.OutOfMemoryError): learn.fit(1)
     assert learn.micro_batches.fits=={} and learn.micro_batches.n is None
 

@@ -60,8 +60,8 @@ def check(opt, fit, bs, n, window, drop=False, skip=(), weight=None, ignored=0.)
     nans = []   # of windows without targets, where the large batch steps on NaN
     def note(cb): nans.append(cb.training and cb.loss.isnan().item())
     def train(b, cb):
-        learn = make_learner(make_dls(n, b, y=y, drop_last=drop, skip=skip), loss_func=nn.CrossEntropyLoss(weight=weight),
-                             cbs=cb, opt_func=opts[opt])
+        learn = make_learner(make_dls(n, b, y=y, drop_last=drop, skip=skip), cbs=cb, opt_func=opts[opt],
+                             loss_func=nn.CrossEntropyLoss(weight=weight))
         fits[fit](learn)
         return learn
     a,b = train(bs, AccumulateStep(**window)),train(bs*size, Callback(after_loss=note))
@@ -193,11 +193,8 @@ def test_plot_windows():
     assert rate[-1,0]==200 and steps[-1,1]==len(windows(100, grows, 2))
     rate,*_ = lines(ours(100, AccumulateStep(lambda p: 5, drop_last=True))[0])
     assert rate[-1,0]==3*80   # without the tails
-    def stop(cb):
-        if cb.train_iter>=5: raise CancelFitException
-    lines(ours(96, AccumulateStep(grows), Callback(after_batch=stop))[0])
+    lines(ours(96, AccumulateStep(grows), raising(CancelFitException, 'after_batch', lambda cb: cb.train_iter>=5))[0])
     assert lines(ours(96, MicroBatch(4), n_epoch=1)[0])[1][:,1].tolist()==[8]*13
-    def leave_out(cb):
-        if cb.training and cb.train_iter==1: raise CancelBatchException
-    _,sizes,steps = lines(ours(96, AccumulateStep(4), Callback(before_batch=leave_out), n_epoch=1)[0])
+    leave_out = raising(CancelBatchException, 'before_batch', lambda cb: cb.train_iter==1)
+    _,sizes,steps = lines(ours(96, AccumulateStep(4), leave_out, n_epoch=1)[0])
     assert sizes[:,1].tolist()==[32,0,32,32] and steps[-1,1]==2

@@ -9,6 +9,7 @@ __all__ = ['Way', 'Trial', 'NotTried', 'Proof', 'compare', 'only_forward', 'Size
 
 # %% ../../nbs/proof/compare.ipynb #6593d2fe
 from contextlib import suppress
+from functools import cached_property
 from dataclasses import dataclass,field
 from typing import NamedTuple
 from fastai.basics import *
@@ -61,8 +62,11 @@ class Trial:
         forward = partial(self.forward, record, ways)
         contexts = partial(self.contexts, moved, names and record)
         end = partial(self.end, record, math.prod(w.scale for w in ways))
-        Dry(self.model, double=self.double).run(forward, self.batches, contexts, end)
+        self.dry.run(forward, self.batches, contexts, end)
         return record
+
+    @cached_property
+    def dry(self): return Dry(self.model, double=self.double)   # not sooner: caches may be filled first
 
     def contexts(self, moved, listener, w):
         "Without chance, mixed precision and compilation; `w` is the thread"
