@@ -236,6 +236,7 @@ rows(pairs, kw=dict(loss=lambda pred, y: F.cross_entropy(pred, torch.arange(len(
 picks = 'indices drawn over the batch'
 
 rows(picks, E, G, random_partners=one(lambda m, h: h+.5*h[torch.randint(len(h), (len(h),))]))
+rows(picks, E, G, sorted_partners=one(lambda m, h: h+.5*h[torch.rand(len(h)).argsort()]))
 rows(picks, E, shuffle=(one(lambda m, h: h+h[torch.randperm(len(h))]), 'randperm'))
 
 gone = 'an attribute that is gone at the end'

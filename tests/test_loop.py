@@ -276,10 +276,12 @@ class OfRecords(Learner):
     "Takes batches apart itself, of any kind, and draws a number while it does"
     def _split(self, b):
         if isinstance(b, Record): b = vars(b)
+        if isinstance(b, list): b = {k:torch.stack([o[k] for o in b]) for k in 'xy'}
         self.xb,self.yb = ((b['x'],),(b.pop('y'),)) if isinstance(b, dict) else ((b[1],),(b[0],))
         if self.noisy: self.xb = (self.xb[0]+torch.randn(1).double(),)
 
 kinds = dict(dict=lambda x, y: dict(x=x, y=y, names=list(map(str, y))), record=Record, swapped=lambda x, y: (y, x),
+             each=lambda x, y: [dict(x=a, y=b) for a,b in zip(x, y)],
              odd=lambda x, y: dict(x=x, y=y, boxes=torch.zeros(2*len(y)+1, 4)))
 def split_records(b, bs):
     n = len(b.x if isinstance(b, Record) else b['x'])
@@ -299,7 +301,7 @@ def test_batches_that_the_learner_takes_apart(kind, way):
         torch.manual_seed(1)
         learn.fit(2)
         return learn
-    if way=='split' and kind=='swapped': return
+    if way=='split' and kind in ('swapped','each'): return
     bs = dict(cut=32, coupled=32, both=16, split=32, whole=32).get(way, 8)
     cbs = L({**ways, **splits}[way]())
     if kind in ('record','odd') and way in ('cut','both'):
