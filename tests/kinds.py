@@ -450,7 +450,7 @@ rows('cannot be cut', E,
      rrelu=(inner(nn.RReLU), "RReLU 'block.odd.l' draws with rrelu"),
      scripted=(inner(lambda: torch.jit.script(lin().double())), 'into the RecursiveScriptModule'),
      compiled=(inner(lambda: torch.compile(lin())), "see into the OptimizedModule 'block.odd.l'"),
-     parallel=(inner(lambda: nn.DataParallel(lin())), "see into the DataParallel 'block.odd.l'"),
+     parallel=(inner(lambda: parallel(lin())), "see into the DataParallel 'block.odd.l'"),
      values=(one(lambda m, h: h*torch.bernoulli(h.sigmoid().detach())), 'draws with bernoulli'))
 rows('cannot be cut', E, kw=dict(whole=True), compiled_in_place=(in_place, 'which is compiled'),
      # the slices are views of the batch, so autograd sees the change of another one
