@@ -5,6 +5,7 @@ floor of 1e-8 under any comparison. `TOL` is a relative error. Sums of the same 
 few units in the last place (2e-16); the bound leaves three digits for optimizers that divide by small numbers."""
 import inspect,itertools,os,threading
 from functools import partialmethod
+from unittest import mock
 import pytest
 from fastai.basics import *
 from fastai.callback.all import *
@@ -115,6 +116,11 @@ class OnCpu(MixedPrecision):
     def after_fit(self):
         self.kept = list(self.scales)
         super().after_fit()
+
+def parallel(model):
+    "In `DataParallel`, as on a machine without an accelerator: it would look for the model on the simulated one"
+    with mock.patch('torch.nn.parallel.data_parallel._get_available_device_type', lambda: None):
+        return nn.DataParallel(model)
 
 class NoValid(Callback):
     "Train only"

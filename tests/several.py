@@ -164,27 +164,11 @@ cases = dict(
     metrics_uneven = Case([[4]*5, [4]*4], fit=with_train_metrics),
 )
 
-class Centers(Callback):
-    "Centers of classes with an optimizer of their own, which it holds, or a global variable does"
-    order,run_valid = -5,False
-    def __init__(self, holds=True): self.holds = holds
-    def before_fit(self):
-        self.was,here.centers = self.learn.loss_func,nn.Parameter(features(3, 3, 7))
-        if not self.holds: return self.lend()
-        self.unused,self.centers = nn.Parameter(features(3, 3, 8)),here.centers
-        self.o = torch.optim.SGD([self.centers], lr=.4)
-        self.lend()
-    def lend(self):
-        self.learn.loss_func = lambda p, y: self.was(p, y)+.3*(p-here.centers[y]).pow(2).sum(1).mean()
-    def after_step(self): self.o.step(); self.o.zero_grad()
-    def after_fit(self):
-        self.learn.loss_func,self.learn.seen = self.was,[here.centers.detach()]
-        assert self.unused.grad is None, 'it takes no part'
-
+def centers(): return Elsewhere('loss')
 cases.update(
-    centers      = Case([4]*6, cbs=Centers),
-    centers_drop = Case([4]*8, cbs=Centers, left_out={(1,k) for k in range(4)}),
-    centers_cut  = Case([[8,5,8], [4,7,4], [2,4,8]], 2, cbs=lambda: [MicroBatch(3), Centers()], one=Centers),
+    centers      = Case([4]*6, cbs=centers),
+    centers_drop = Case([4]*8, cbs=centers, left_out={(1,k) for k in range(4)}),
+    centers_cut  = Case([[8,5,8], [4,7,4], [2,4,8]], 2, cbs=lambda: [MicroBatch(3), centers()], one=centers),
 )
 
 def cpu_broadcast(self, t, rank):
@@ -441,7 +425,7 @@ cases.update(
                             no_step(cb) if rank()==1 else None)), 'number of steps', RuntimeError),
     leaves_all    = refused(Case([4]*8, left_out={(1,k) for k in range(4)}, leave='before_batch'), 'hyper-parameters',
                             RuntimeError),
-    centers_global = refused(Case([4]*6, cbs=lambda: Centers(False)), 'nobody knows which', RuntimeError),
+    centers_global = refused(Case([4]*6, cbs=lambda: Elsewhere('global')), 'nobody knows which', RuntimeError),
 )
 
 def had_enough(): raise ValueError('process 1 has had enough')

@@ -115,11 +115,6 @@ def test_cancelled_micro_batches(which, event, order):
     n,left = a.accumulate_step.counts,sum(map(len, windows))
     assert (n.n_steps,n.n_stepped,n.n_thrown)==(len(b.spy.steps),left,76-left)
 
-def test_terminate_on_nan_of_weight_0():
-    "A micro-batch of weight 0 does not end training: its loss of NaN is not shown"
-    y = classes(76); y[8:16] = -100
-    same(lambda: AccumulateStep(4), also=TerminateOnNaNCallback, y=y)
-
 # A window of one micro-batch is plain fastai to every callback: batches differ in size here, and classes are weighted
 
 class Grads(Callback):
@@ -217,31 +212,6 @@ class Rows(nn.Module):
     def __init__(self): super().__init__(); self.c = nn.Parameter(features(3, 3, 7))
     def loss(self, p, y): return F.cross_entropy(p, y)+.3*(p-self.c[y]).pow(2).mean()
 
-class Elsewhere(Callback):
-    """Parameters with an optimizer of their own, which neither the model nor the learner's optimizer has: `used` in the
-    loss function, in a penalty after it, or only in some micro-batches. `before` is a gradient from before the fit"""
-    order = -5
-    def __init__(self, used, before=None): self.used,self.before,self.grads = used,before,[]
-    def before_fit(self):
-        self.was = self.learn.loss_func
-        self.c = self.was.__self__.c if self.used=='method' else nn.Parameter(features(3, 3, 7))
-        if self.used=='tensor': self.c = features(3, 3, 7).requires_grad_()
-        self.c.grad = self.before and torch.full((3,3), self.before).double()
-        self.o = torch.optim.SGD([self.c], lr=.4, momentum=.5)
-        if self.used in ('loss','tensor'): self.learn.loss_func = lambda p, y: self.was(p, y)+self.penalty(p, y)
-        if self.used=='hook': self.h = self.model[0].register_forward_hook(lambda m, x, y: y*self.c.mean())
-    def penalty(self, p, y): return .3*(p-self.c[y]).pow(2).mean()
-    def after_loss(self):
-        far = (self.x[:,:1]>1).double() if self.used=='some' else 1
-        if self.used in ('penalty','some') and torch.any(torch.as_tensor(far)>0):
-            self.learn.loss_grad = self.loss_grad+.3*(far*(self.pred-self.c[self.y])).pow(2).mean()
-    def after_step(self):
-        if self.c.grad is not None: self.grads.append(self.c.grad.clone())
-        self.o.step(); self.o.zero_grad()
-    def after_fit(self):
-        self.learn.loss_func,self.model.c = self.was,self.c   # compared with the parameters
-        if self.used=='hook': self.h.remove()
-
 ways = dict(n_step=lambda: AccumulateStep(4), n_samples=lambda: AccumulateStep(n_samples=32), cut=lambda: MicroBatch(8),
             coupled=lambda: MicroBatch(8, coupled=True), both=lambda: [AccumulateStep(2), MicroBatch(8)],
             weight=lambda: AccumulateStep(4, weight=lambda p, y: len(y)))
@@ -306,10 +276,12 @@ class OfRecords(Learner):
     "Takes batches apart itself, of any kind, and draws a number while it does"
     def _split(self, b):
         if isinstance(b, Record): b = vars(b)
+        if isinstance(b, list): b = {k:torch.stack([o[k] for o in b]) for k in 'xy'}
         self.xb,self.yb = ((b['x'],),(b.pop('y'),)) if isinstance(b, dict) else ((b[1],),(b[0],))
         if self.noisy: self.xb = (self.xb[0]+torch.randn(1).double(),)
 
 kinds = dict(dict=lambda x, y: dict(x=x, y=y, names=list(map(str, y))), record=Record, swapped=lambda x, y: (y, x),
+             each=lambda x, y: [dict(x=a, y=b) for a,b in zip(x, y)],
              odd=lambda x, y: dict(x=x, y=y, boxes=torch.zeros(2*len(y)+1, 4)))
 def split_records(b, bs):
     n = len(b.x if isinstance(b, Record) else b['x'])
@@ -329,7 +301,7 @@ def test_batches_that_the_learner_takes_apart(kind, way):
         torch.manual_seed(1)
         learn.fit(2)
         return learn
-    if way=='split' and kind=='swapped': return
+    if way=='split' and kind in ('swapped','each'): return
     bs = dict(cut=32, coupled=32, both=16, split=32, whole=32).get(way, 8)
     cbs = L({**ways, **splits}[way]())
     if kind in ('record','odd') and way in ('cut','both'):

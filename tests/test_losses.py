@@ -152,10 +152,9 @@ def test_window_of_weight_zero(name):
     assert len(a.recorder.lrs)==5 and not any(math.isnan(o) for o in a.recorder.losses)
     assert a.accumulate_step.counts.sizes==[0,32,0]*2
 
-def test_partials_and_lengths():
-    "A `partial` keeps the flattening of fastai's losses, and its keywords count; the lengths of texts may be a tuple"
+def test_partials():
+    "A `partial` keeps the flattening of fastai's losses, and its keywords count"
     assert loss_weight(partial(MSELossFlat()), real(4,1), real(4))==4
-    assert loss_weight(nn.CTCLoss(), torch.randn(7,2,4), torch.ones(2,3).long(), (7,7), (1,2))==2
     def mine(pred, targ, reduction='mean'): return getattr(F.l1_loss(pred, targ, reduction='none'), reduction)()
     def total(pred, targ, reduction='sum'): return mine(pred, targ, reduction)
     for f,red,nature in (mine,'mean',False), (partial(mine, reduction='sum'),'sum',False), (total,'sum',True), \

@@ -3,7 +3,6 @@ import pytest,warnings
 from collections import UserDict,namedtuple
 from contextlib import nullcontext
 from dataclasses import dataclass
-from unittest import mock
 from weakref import WeakKeyDictionary
 from nets import *
 from kinds import Odd
@@ -293,20 +292,13 @@ def test_auto_says_what_it_has_found(capsys):
     capsys.readouterr(); learn.fit(1)
     assert max(model.sizes[-24:])==4 and 'memory' not in capsys.readouterr().out
 
-class OwnOptimizer(Callback):
-    "Parameters of the loss, with an optimizer that the learner does not know of"
-    run_valid = False
-    def before_fit(self): self.opt = torch.optim.SGD(self.learn.loss_func.parameters(), lr=.1)
-    def before_step(self): self.opt.step(); self.opt.zero_grad()
-
 @modes
 def test_parameters_of_the_loss(coupled):
     for cbs,plain,bs,tol,models in ([MicroBatch(5, coupled=coupled)],[],32,TOL,(small_model,small_model)), \
         ([MicroBatch('auto', coupled=coupled),AccumulateStep(2)],[MicroBatch(4, coupled=coupled),AccumulateStep(2)],8,0,
          (partial(Small, 4, 'backward'),Noisy)):
-        a,b = (train([OwnOptimizer(),*o], bs=bs, loss_func=Scaled(), model=m) for o,m in zip((cbs,plain), models))
+        a,b = (train([Elsewhere('module'),*o], bs=bs, loss_func=Scaled(), model=m) for o,m in zip((cbs,plain), models))
         assert_same(a, b, tol)
-        close(a.loss_func.s, b.loss_func.s, tol)
 
 @each(4, coupled=[False,True], where=['forward','backward'],
       case=[("DefaultCPUAllocator: can't allocate memory",'MicroBatch: memory .*even with one sample at a time',1),
@@ -443,11 +435,6 @@ def test_auto_goes_back_twice_to_what_was_there():
     a,b = (train([MicroBatch(bs),AccumulateStep(2)], dls=dls, fit=fit, model=m)
            for bs,m in (('auto',partial(Small, 8)),(8,Noisy)))
     assert_same(a, b, tol=0)
-
-def parallel(model):
-    "In `DataParallel`, as on a machine without an accelerator: it would look for the model on the simulated one"
-    with mock.patch('torch.nn.parallel.data_parallel._get_available_device_type', lambda: None):
-        return nn.DataParallel(model)
 
 def in_place(model): model.compile(backend='eager'); return model
 

@@ -9,7 +9,6 @@ __all__ = ['Exact', 'refuse', 'refuse_long', 'watch', 'no_norms']
 
 # %% ../../nbs/exact/whole.ipynb #37c7187d
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary
 from fastai.basics import *
 from torch.nn import functional as F
 from torch.nn.modules import batchnorm
@@ -25,7 +24,6 @@ from ..state import ModelState,lent,shared,switches
 from ..turns import Coupled,one_by_one
 
 # %% ../../nbs/exact/whole.ipynb #1038829a
-_plans = WeakKeyDictionary()   # for each model: what it does in the way that it takes, which a trial finds out for the training
 class Exact(Coupled):
     "Batch norm and random numbers see the whole batch, too"
     # a plan is that of samples of other shapes, if there is one; 1: of two and three samples; 0: of one and two slices
@@ -34,7 +32,7 @@ class Exact(Coupled):
     def __init__(self, micro):
         super().__init__(micro)
         self.host = Host(self.model)
-        self.plans = _plans.setdefault(self.model, {})
+        self.plans = micro.plans   # of this fit; a trial adds to them
         reads = [m for m in self.model.modules() if hasattr(m, 'bptt') and hasattr(m, 'pad_idx')]
         self.pad = reads[0].pad_idx if reads else None   # if it reads texts in pieces
         if micro.learn.cbs.filter(risinstance(GradientCheckpointing)):
