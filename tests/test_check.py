@@ -368,7 +368,7 @@ def moves_small(cb):
 def lines_of(o): return re.findall('`(learn[.].*?[)])`', o.remedy.partition('do nothing')[0])
 
 advice = {'callback':'let it act in `before_step`, where the gradient is that of the window',
-          'batch norm':'BatchNormEval())` 4.2', 'dropout':'do nothing', 'unknown':'rewrite the module',
+          'batch norm':'BatchNormEval())` costs 4.2', 'dropout':'do nothing', 'unknown':'rewrite the module',
           'loss':'`weight=`, a function (pred, *yb) that returns', 'backward':'add to the gradients that are there'}
 
 @pytest.mark.parametrize('case', cases)
