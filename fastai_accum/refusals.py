@@ -241,7 +241,7 @@ def whole_lines(cbs, bs=None, saves=True, cut=None):
 
 def as_list(lines):
     "The remedies `lines` as text, each with its mark, and the code at its end on a line of its own"
-    return [re.sub(r' ?`([^`]*)`$', r'\n     \1', f'  -> {o}') for o in lines]
+    return ['  -> '+re.sub(r' `([^`]*)`$', r'\n     \1', o) for o in lines]
 
 def note_batch_norm(acc, learn):
     "Print once per learner that batch norm sees a part of a window, and the lines that change this"

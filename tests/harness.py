@@ -5,11 +5,12 @@ floor of 1e-8 under any comparison. `TOL` is a relative error. Sums of the same 
 few units in the last place (2e-16); the bound leaves three digits for optimizers that divide by small numbers."""
 import inspect,itertools,os,threading
 from functools import partialmethod
+from unittest import mock
 import pytest
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai_accum.core import *
-from fastai_accum.microbatch import MicroBatch
+from fastai_accum.microbatch import MicroBatch   # for all tests
 from fastai_accum.state import Lent
 
 TOL = 1e-12
@@ -116,9 +117,22 @@ class OnCpu(MixedPrecision):
         self.kept = list(self.scales)
         super().after_fit()
 
+def parallel(model):
+    "In `DataParallel`, as on a machine without an accelerator: it would look for the model on the simulated one"
+    with mock.patch('torch.nn.parallel.data_parallel._get_available_device_type', lambda: None):
+        return nn.DataParallel(model)
+
 class NoValid(Callback):
     "Train only"
     def before_validate(self): raise CancelValidException
+
+def raising(exc, event, when=lambda cb: True, order=0):
+    "A callback that raises `exc` at an event of training, if `when(cb)` is true"
+    def f(cb):
+        if cb.training and when(cb): raise exc
+    cb = Callback(**{event:f})
+    cb.order = order
+    return cb
 
 class EachMicro(Callback):
     "Has `after_batch` at each micro-batch"

@@ -236,6 +236,7 @@ rows(pairs, kw=dict(loss=lambda pred, y: F.cross_entropy(pred, torch.arange(len(
 picks = 'indices drawn over the batch'
 
 rows(picks, E, G, random_partners=one(lambda m, h: h+.5*h[torch.randint(len(h), (len(h),))]))
+rows(picks, E, G, sorted_partners=one(lambda m, h: h+.5*h[torch.rand(len(h)).argsort()]))
 rows(picks, E, shuffle=(one(lambda m, h: h+h[torch.randperm(len(h))]), 'randperm'))
 
 gone = 'an attribute that is gone at the end'
@@ -347,6 +348,8 @@ rows(ordinary, to=controls, kw=dict(whole=True, loss=two_terms),
      dictionary=lambda: full(Odd(lambda m, h: dict(logits=m.lin(h)[:,:3], extra=h), lin=lin())))
 rows(ordinary, to=controls, kw=dict(whole=True, data=lambda: ((features(27),features(27, 8, 3)), classes(27))),
      two_inputs=lambda: full(Odd(lambda m, h, z: m.lin(h*z)[:,:3], lin=lin())))
+rows(ordinary, E, C, to=controls, kw=dict(whole=True, loss=lambda p, y: F.cross_entropy(p['rest'][1][0], y)),
+     nested=lambda: full(Odd(lambda m, h: dict(both=h, rest=[h,(m.lin(h),)]), lin=lin())))
 
 # ---- models that look at the batch, and what the refusal says
 
@@ -447,7 +450,7 @@ rows('cannot be cut', E,
      rrelu=(inner(nn.RReLU), "RReLU 'block.odd.l' draws with rrelu"),
      scripted=(inner(lambda: torch.jit.script(lin().double())), 'into the RecursiveScriptModule'),
      compiled=(inner(lambda: torch.compile(lin())), "see into the OptimizedModule 'block.odd.l'"),
-     parallel=(inner(lambda: nn.DataParallel(lin())), "see into the DataParallel 'block.odd.l'"),
+     parallel=(inner(lambda: parallel(lin())), "see into the DataParallel 'block.odd.l'"),
      values=(one(lambda m, h: h*torch.bernoulli(h.sigmoid().detach())), 'draws with bernoulli'))
 rows('cannot be cut', E, kw=dict(whole=True), compiled_in_place=(in_place, 'which is compiled'),
      # the slices are views of the batch, so autograd sees the change of another one

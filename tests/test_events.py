@@ -248,10 +248,8 @@ def test_batches_in_memory():
 
 def test_a_slice_that_is_left_out():
     "With `n_samples` the window goes on until enough are in, also if a slice of its last batch was left out"
-    def drop(cb):
-        if cb.training and cb.micro.i==4: raise CancelBatchException
-    learn = make_learner(make_dls(96, 8, shuffle=False),
-                         cbs=[AccumulateStep(n_samples=24), MicroBatch(4), Callback(after_loss=drop)])
+    drop = raising(CancelBatchException, 'after_loss', lambda cb: cb.micro.i==4)
+    learn = make_learner(make_dls(96, 8, shuffle=False), cbs=[AccumulateStep(n_samples=24), MicroBatch(4), drop])
     learn.fit(1)
     n = learn.accumulate_step.counts
     assert (n.n_stepped,n.n_thrown,n.n_steps)==(92,4,4)   # 28 in the first window, then 24, 24 and 16

@@ -49,6 +49,7 @@ def test_a_plan_and_what_comes(says, by_samples, drop_last):
 opts = dict(sgd=SGD, momentum=partial(SGD, mom=.9), adam=Adam, radam=RAdam, qhadam=QHAdam, lamb=Lamb, larc=Larc,
             rmsprop=RMSProp, ranger=ranger, torch_adamw=partial(OptimWrapper, opt=torch.optim.AdamW),
             torch_sgd=partial(OptimWrapper, opt=torch.optim.SGD))
+# each of three epochs
 fits = dict(twice=lambda l: (l.fit_one_cycle(2), l.fit(1)), flat_cos=lambda l: l.fit_flat_cos(3),
             sgdr=lambda l: l.fit_sgdr(2, 1), fine_tune=lambda l: l.fine_tune(2, base_lr=.02))
 
@@ -60,12 +61,15 @@ def check(opt, fit, bs, n, window, drop=False, skip=(), weight=None, ignored=0.)
     nans = []   # of windows without targets, where the large batch steps on NaN
     def note(cb): nans.append(cb.training and cb.loss.isnan().item())
     def train(b, cb):
-        learn = make_learner(make_dls(n, b, y=y, drop_last=drop, skip=skip), loss_func=nn.CrossEntropyLoss(weight=weight),
-                             cbs=cb, opt_func=opts[opt])
+        learn = make_learner(make_dls(n, b, y=y, drop_last=drop, skip=skip), cbs=cb, opt_func=opts[opt],
+                             loss_func=nn.CrossEntropyLoss(weight=weight))
+        learn.planned = None if skip else learn.n_steps(3)
         fits[fit](learn)
         return learn
     a,b = train(bs, AccumulateStep(**window)),train(bs*size, Callback(after_loss=note))
-    if b.spy.steps and not any(nans): assert_same(a, b)
+    if b.spy.steps and not any(nans):
+        assert_same(a, b)
+        assert skip or all(l.planned==len(l.spy.steps) for l in (a,b))
     c = a.accumulate_step.counts
     assert c.n_samples==c.n_stepped+c.n_thrown==sum(c.sizes)+c.n_thrown and (drop or any(nans) or not c.n_thrown)
 
@@ -118,6 +122,7 @@ def ours(n, *cbs, loss_func=None, n_epoch=3, lr=cosine, drop_last=False):
     learn,rows = make_learner(make_dls(n, 8, shuffle=False, drop_last=drop_last), loss_func=loss_func),[]
     def row(cb): return rows.append((cb.loss.item(), cb.opt.hypers[-1]['lr'])) if cb.training else None
     learn.add_cbs([*cbs, Callback(after_batch=row)])
+    learn.planned = learn.n_steps(n_epoch)
     learn.fit(n_epoch, cbs=ParamScheduler({'lr':lr}))
     return learn,rows
 
@@ -141,7 +146,7 @@ def test_as_by_hand(n, way, drop_last, how, loss_func):
     c = a.accumulate_step.counts
     assert c.sizes==[j-i for _,i,j,_ in planned] and len(rows)>4 and c.n_thrown==3*n-sum(c.sizes)
     assert [*seen]==[(e, len([w for w in planned if w[0]==e])) for e in range(3)]
-    assert a.pct_train==1 and a.train_iter==len(planned)==c.n_steps
+    assert a.pct_train==1 and a.train_iter==len(planned)==c.n_steps==a.planned
 
 def test_what_f_is_asked():
     "The `pct` that the learning rate schedule gets, to the last bit"
@@ -193,11 +198,8 @@ def test_plot_windows():
     assert rate[-1,0]==200 and steps[-1,1]==len(windows(100, grows, 2))
     rate,*_ = lines(ours(100, AccumulateStep(lambda p: 5, drop_last=True))[0])
     assert rate[-1,0]==3*80   # without the tails
-    def stop(cb):
-        if cb.train_iter>=5: raise CancelFitException
-    lines(ours(96, AccumulateStep(grows), Callback(after_batch=stop))[0])
+    lines(ours(96, AccumulateStep(grows), raising(CancelFitException, 'after_batch', lambda cb: cb.train_iter>=5))[0])
     assert lines(ours(96, MicroBatch(4), n_epoch=1)[0])[1][:,1].tolist()==[8]*13
-    def leave_out(cb):
-        if cb.training and cb.train_iter==1: raise CancelBatchException
-    _,sizes,steps = lines(ours(96, AccumulateStep(4), Callback(before_batch=leave_out), n_epoch=1)[0])
+    leave_out = raising(CancelBatchException, 'before_batch', lambda cb: cb.train_iter==1)
+    _,sizes,steps = lines(ours(96, AccumulateStep(4), leave_out, n_epoch=1)[0])
     assert sizes[:,1].tolist()==[32,0,32,32] and steps[-1,1]==2

@@ -14,7 +14,7 @@ from html import escape
 from typing import NamedTuple
 from fastai.basics import *
 from ..devices import is_out_of_memory
-from .bench import Bench,first_error,run_as_it_is,said,shown,shown_once,stays_off,stream
+from .bench import Bench,first_error,said,shown,shown_once,stays_off,stream
 from ..memory.checkpointing import GradientCheckpointing
 from ..microbatch import MicroBatch
 from ..modes import eager,quiet
@@ -33,7 +33,7 @@ def amount(err):
 
 class Cause(NamedTuple):
     "One cause of a difference"
-    kind:str     # 'batch norm', 'dropout', 'loss', 'backward', 'augmentation', 'callback', 'early step', 'needless callback' or 'unknown'
+    kind:str     # 'batch norm', 'dropout', 'loss', 'backward', 'augmentation', a kind of callback or 'unknown'
     where:str    # Where it begins: the name of a module, of the loss or of the callback
     error:float  # Relative error of the gradient with this cause; the other causes are off
     remedy:str   # What to write, one a line
@@ -82,15 +82,15 @@ def causes(bench, known=()):
         is_cause = err>bench.tol and abs(err-rest)>1e-6*rest
         # a module that mixes samples hides the loss
         if k=='loss' and is_cause: is_cause = bench.error(on)<=bench.tol
-        # and one that draws whom it mixes is no dropout
-        if k=='dropout' and is_cause and rest>bench.tol:
-            is_cause = abs(bench.error([*on, 'masks'])-rest)>1e-6*rest
         if is_cause: found[k] = err,[*on, k]
         else: on,rest = [*on, k],err
     bench.on = on if rest<=bench.tol else None
     if rest>bench.tol: found['unknown'] = rest,on
     bench.ways = ('exact','coupled') if {'batch norm','dropout'} & {*found} else ('coupled','exact')
-    return [explained(bench, k, *found[k]) for k in [*bench.all,'unknown'] if k in found]
+    found = [explained(bench, k, *found[k]) for k in [*bench.all,'unknown'] if k in found]
+    mixers = {o.where for o in found if o.kind=='unknown'}
+    # one that draws whom it mixes is no dropout
+    return [o for o in found if o.kind!='dropout' or o.where not in mixers]
 
 def _named(f): return getattr(f, '__name__', type(f).__name__)
 
@@ -129,15 +129,12 @@ def who_computes(bench):
 
 def kind_of(bench, k, on):
     "The kind of the callback `k`, the last of `on`: a needless one changes neither the large batch, nor what the model gets"
-    def both(way, seed): return [bench.run(way, o, seed) for o in (on,on[:-1])]
-    def same_grads(seed):
-        a,b = ([g for _,g in first(o.grads).values()] for o in both(bench.whole, seed))
-        return len(a)==len(b) and all(map(torch.equal, a, b))
-    def same_inputs(seed):
-        a,b = (o.given for o in both(bench.windows, seed))
-        return a.keys()==b.keys() and all(map(np.array_equal, a.values(), b.values()))
+    def seen(o, seed):
+        grads = {k:g for k,(_,g) in first(bench.run(bench.whole, o, seed).grads).items()}
+        return grads | bench.run(bench.windows, o, seed).given
+    def same(a, b): return a.keys()==b.keys() and all(map(np.array_equal, a.values(), b.values()))
     # it may act at random
-    if all(same_grads(i) and same_inputs(i) for i in range(3)): return 'needless callback'
+    if all(same(seen(on, i), seen(on[:-1], i)) for i in range(3)): return 'needless callback'
     if bench.run(bench.windows, on).moved: return 'early step'
     return 'augmentation' if hasattr(type(k), 'before_batch') or 'before_batch' in vars(k) else 'callback'
 
@@ -220,9 +217,9 @@ def look_late(bench):
     return 0.,[]
 
 def holders(a, b, tol=1e-6):
-    "The callbacks that hold something else after the step of the record `a` than after that of `b`"
+    "Who holds something else after the step of the record `a` than after that of `b`"
     keys = [k for k in {**a.holds, **b.holds} if off(a.holds.get(k), b.holds.get(k))>tol]
-    return list(dict.fromkeys(type(cb).__name__ for cb,_ in keys))
+    return list(dict.fromkeys(o if isinstance(o, str) else type(o).__name__ for o,_ in keys))
 
 # %% ../../nbs/know/check.ipynb #c1000012
 def answer(bench, err, causes):
@@ -272,8 +269,8 @@ def check_accumulation(self:Learner,
     status.say('The gradients are compared')
     res = None
     try:
-        run_as_it_is(self)
-        with quiet(),eager(self.model): res = checked(Bench(self, bs, status))
+        with quiet(False): bench = Bench(self, bs, status)
+        with quiet(),eager(self.model): res = checked(bench)
     except Exception as e:
         if not is_out_of_memory(e) or bs<8:
             if not isinstance(e, Refused) and 'check_accumulation' not in str(e): e.add_note(_raised)

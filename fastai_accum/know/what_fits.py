@@ -221,7 +221,7 @@ class Fits(NamedTuple):
     note:str   # What was measured, and what was left out
 
     best = property(lambda o: best_of(o.ways))   # `None` if nothing fits
-    line = property(lambda o: f'`{o.best.line}`' if o.best and o.best.line else '')   # what to write
+    line = property(lambda o: o.best.line if o.best else '')   # what to write
 
     @property
     def title(self):
@@ -255,7 +255,8 @@ class Fits(NamedTuple):
 
     def _repr_markdown_(self):
         "The same, as a notebook shows it"
-        return f'**{self.title}**\n\n{self.line}\n\n{self.table.to_html(index=False, border=0)}\n\n{self.note}'
+        line = f'`{self.line}`\n\n'*bool(self.line)
+        return f'**{self.title}**\n\n{line}{self.table.to_html(index=False, border=0)}\n\n{self.note}'
 
 # %% ../../nbs/know/what_fits.ipynb #a397865c
 @patch

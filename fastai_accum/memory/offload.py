@@ -167,7 +167,8 @@ class Room:
         self.new.append((self.counts()[1]-self.gone, self.saved))
         self.saved += saved
         self.gone  += gone
-        api(self.device).reset_peak_memory_stats(self.device)
+        # a peak of the backward pass says as much with what has gone later, and who asks for peaks needs it
+        if not self.asked: api(self.device).reset_peak_memory_stats(self.device)
 
     def goes(self, n):
         "The backward pass asks for something, and then `n` bytes less would stay"
