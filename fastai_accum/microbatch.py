@@ -207,7 +207,7 @@ def way(self:MicroBatch, learn, size=2, mode=None):
     if not self.shows_whole: return
     kind = 'exact' if self.exact else 'coupled'
     few = copy(self)
-    vars(few).update(bs=1 if self.bs==1 else size, mode=mode, kept=None)
+    vars(few).update(bs=1 if self.bs==1 else size, mode=mode, kept=None, plans=self.plans)
     def run(forward, yb, *xb):
         few.learn = SimpleNamespace(model=learn.model, dls=learn.dls, cbs=learn.cbs,
                                     training=True, xb=xb, yb=yb)
