@@ -46,7 +46,8 @@ class AccumulateStep(WindowCallback):
             raise ValueError(f"{name}: give either n_step, which counts micro-batches, or "
                              f"n_samples, which counts samples, such as {name}(n_step=4); got {got}")
         k, = given
-        if not is_schedule(sizes[k]): setattr(self, k, check_count(name, k, sizes[k]))
+        if is_schedule(sizes[k]): check_schedule(name, k, sizes[k])
+        else: setattr(self, k, check_count(name, k, sizes[k]))
         check_flags(name, (True,False,None), average=self.average, drop_last=self.drop_last)
         check_function(name, 'weight', self.weight, '(pred, *yb) -> float')
 

@@ -42,8 +42,9 @@ class MicroBatch(WindowCallback):
     guarded = ()             # what this fit has tried: sizes of batches and slices, and what decides the way of the model
     can_change = None        # in a window that is tried again
     told = False             # that nothing is saved on a CPU
-    _stateattrs = 'window','group','mode','kept','can_change','guarded'
+    _stateattrs = 'window','group','mode','kept','can_change','guarded','plans'
     fits = {}                # how many samples fit, if a batch does not, by `learn.training`
+    plans = {}               # with exact, what the model draws, for each way that it takes
 
     @named
     def __init__(self,
@@ -58,7 +59,7 @@ class MicroBatch(WindowCallback):
     ):
         store_attr()
         self.check()
-        self.fits = {}
+        self.fits,self.plans = {},{}
 
     def check(self):
         "Refuse a wrong argument, also one that was set later"
@@ -95,7 +96,7 @@ def begin(self:MicroBatch):
     learn = self.learn
     WindowCallback.begin(self)
     if is_validation(learn): return
-    self.warned,self.kept,self.guarded,self.can_change = False,None,set(),None
+    self.warned,self.kept,self.guarded,self.can_change,self.plans = False,None,set(),None,{}
     if self.shows_whole: refuse_lazy('MicroBatch', learn.model)
     # the loader of texts knows their lengths
     if self.exact: refuse_long(learn.model, getattr(learn.dls.train, 'res', ()))

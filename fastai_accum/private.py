@@ -7,8 +7,9 @@ Docs: https://fastai-accum.github.io/fastai_accum/private.html.md"""
 # %% auto #0
 __all__ = ['version', 'buffer_dict', 'parameter_dict', 'compiled_in_place', 'may_share', 'multiply', 'copy_all', 'mps_generator',
            'hook_dicts', 'grad_hook_dicts', 'push_function_mode', 'push_dispatch_mode', 'attention', 'with_events',
-           'own_backward', 'plain_backward', 'methods', 'do_step', 'change_hidden', 'norms', 'put_grad_hook_dicts',
-           'is_compiled', 'uncompiled', 'no_modes', 'in_vmap', 'default_arguments', 'train_metrics', 'split_batch']
+           'own_backward', 'plain_backward', 'methods', 'do_step', 'change_hidden', 'own_split', 'plain_split', 'norms',
+           'put_grad_hook_dicts', 'is_compiled', 'uncompiled', 'no_modes', 'in_vmap', 'default_arguments',
+           'train_metrics', 'split_batch']
 
 # %% ../nbs/private.ipynb #priv0004
 import inspect
@@ -84,3 +85,4 @@ def train_metrics(recorder):
     return recorder._train_mets[1:] if getattr(recorder, 'train_metrics', False) else []
 
 def split_batch(learn, b): learn._split(b)   # into `xb` and `yb`
+own_split,plain_split = '_split',Learner._split

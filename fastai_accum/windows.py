@@ -11,7 +11,7 @@ __all__ = ['drops_last', 'batch_size', 'samples_in', 'made_of', 'n_of', 'Windows
 from itertools import chain
 from fastai.basics import *
 from .loss import count_samples
-from .private import split_batch
+from .private import own_split,plain_split,split_batch
 from .state import State,generators
 
 # %% ../nbs/windows.ipynb #5223e0e1
@@ -36,7 +36,7 @@ def samples_in(dl):
 # %% ../nbs/windows.ipynb #642b3e8f
 def made_of(learn, b):
     "The targets and the inputs of batch `b`; of a dictionary or an object, what the learner's own `_split` makes of it"
-    if isinstance(b, (tuple,list,L)):
+    if isinstance(b, (tuple,list,L)) and getattr(type(learn), own_split, plain_split) is plain_split:
         i = getattr(learn.dls, 'n_inp', max(1, len(b)-1))
         return b[i:],b[:i]
     was = dict(vars(learn))

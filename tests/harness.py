@@ -5,11 +5,12 @@ floor of 1e-8 under any comparison. `TOL` is a relative error. Sums of the same 
 few units in the last place (2e-16); the bound leaves three digits for optimizers that divide by small numbers."""
 import inspect,itertools,os,threading
 from functools import partialmethod
+from unittest import mock
 import pytest
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai_accum.core import *
-from fastai_accum.microbatch import MicroBatch
+from fastai_accum.microbatch import MicroBatch   # for all tests
 from fastai_accum.state import Lent
 
 TOL = 1e-12
@@ -116,9 +117,22 @@ class OnCpu(MixedPrecision):
         self.kept = list(self.scales)
         super().after_fit()
 
+def parallel(model):
+    "In `DataParallel`, as on a machine without an accelerator: it would look for the model on the simulated one"
+    with mock.patch('torch.nn.parallel.data_parallel._get_available_device_type', lambda: None):
+        return nn.DataParallel(model)
+
 class NoValid(Callback):
     "Train only"
     def before_validate(self): raise CancelValidException
+
+def raising(exc, event, when=lambda cb: True, order=0):
+    "A callback that raises `exc` at an event of training, if `when(cb)` is true"
+    def f(cb):
+        if cb.training and when(cb): raise exc
+    cb = Callback(**{event:f})
+    cb.order = order
+    return cb
 
 class EachMicro(Callback):
     "Has `after_batch` at each micro-batch"
@@ -244,6 +258,13 @@ def is_returned(learn):
     "Whether nothing that we lend is in the learner or in its model"
     return not any(isinstance(v, Lent) for o in (learn,*learn.model.modules()) for v in vars(o).values())
 
+def left_alone(model):
+    "No thread of ours waits, and what was lent to the model is back"
+    ours = [t for t in threading.enumerate() if t.name.startswith('Thread-') and t.daemon
+            and '_read_thread' not in t.name]   # which `torch.compile` starts, and keeps
+    assert threading.active_count()==1 or not ours, ours
+    assert is_returned(SimpleNamespace(model=model))
+
 def left(learn):
     """All that a trial must leave as it was, by name: tensors with their graphs and hooks, gradients, attributes,
     modes, the optimizer, the generators, and what is global"""
@@ -265,6 +286,13 @@ def left(learn):
 def assert_left(was, learn):
     now = left(learn)
     for k in was: assert identical(was[k], now[k]), f'{k}: {was[k]} is now {now[k]}'
+
+def refused(learn, match, exc=ValueError, fit=lambda l: l.fit(1)):
+    "The words of the error that `fit` raises; no weight and no buffer has moved"
+    was = deepcopy(learn.model.state_dict())
+    with pytest.raises(exc, match=match) as e: fit(learn)
+    assert identical(was, learn.model.state_dict()) and is_returned(learn), 'something has moved'
+    return str(e.value)
 
 def close(a, b, tol=TOL):
     "Whether `a` is `b` up to `tol`, however they are nested"

@@ -3,8 +3,10 @@ that they must get right.
 
 A kind is a model with one odd habit. `verdict` trains it as users do, with the large batch and in the given way, and
 says what happened: `exact`, `refused` (a `ValueError` before anything has moved), `silent` (it trained, and something
-differs) or `raw` (any other error). A kind may be exact or refused; a control must be exact."""
+differs) or `raw` (any other error). A kind may be exact or refused, or must be refused with the words that it `says`; a
+control must be exact."""
 import types
+from fastai.text.all import AWD_LSTM,awd_lstm_clas_config,get_text_classifier,rnn_cbs
 from fastai.callback.hook import Hook,Hooks,hook_output,hook_outputs
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -13,18 +15,18 @@ from harness import *
 from fastai_accum.all import *
 
 tol = 1e-10   # three steps through batch norms amplify the rounding of float64 (2e-16)
-n,bs,small = 27,10,4   # batches of 10, 10 and 7, in slices of 4, 4 and 2, and of 4 and 3
 E,C,G = 'exact','coupled','checkpointing'
 kinds,controls = {},{}   # in each row, what was silently wrong first, or refused though it is right, comes first
 
 class Kind:
     """A model with one odd habit, the row that it belongs to, and the ways in which it is tried; `limit` are those in
-    which nobody can see it"""
-    def __init__(self, f, row, ways, loss=None, cbs=noop, data=None, whole=False, limit=()): store_attr()
+    which nobody can see it. Batches have 10, 10 and 7 samples, in slices of 4, 4 and 2, and of 4 and 3"""
+    def __init__(self, f, row, ways, says='', loss=None, cbs=noop, data=None, whole=False, limit=(), n=27, bs=10,
+                 small=4): store_attr()
     def make(self):
         "A model, and the inputs and targets of an epoch"
         set_seed(2)
-        m,(xb,yb) = self.f(),(self.data or (lambda: (features(n), classes(n))))()
+        m,(xb,yb) = self.f(),(self.data or (lambda: (features(self.n), classes(self.n))))()
         return (m if self.whole else net(m)).double(),tuplify(xb),tuplify(yb)
 
 def kind(row, *ways, to=kinds, **kwargs):
@@ -35,12 +37,22 @@ def kind(row, *ways, to=kinds, **kwargs):
         return f
     return add
 
+def rows(row, *ways, to=kinds, kw={}, **models):
+    "A kind for each of `models`: what makes it, and what its refusal says"
+    for name,o in models.items():
+        f,*says = o if isinstance(o, tuple) else (o,)
+        kind(row, *ways, to=to, **{**dict(zip(['says','data'], says)), **kw})(f, name)
+
 class Odd(Made): "A module whose `forward` is `f`, with modules and attributes"
 
+def one(f, **has):
+    "Makes an `Odd` module; `has` makes its modules and attributes"
+    return lambda: Odd(f, **{k:v() for k,v in has.items()})
+
 def odd(row, *ways, to=kinds, kw={}, **has):
-    "A kind that is an `Odd` module, whose `forward` follows; `has` makes its modules and attributes"
+    "A kind that is an `Odd` module, whose `forward` follows"
     def add(f):
-        kind(row, *ways, to=to, **kw)(lambda: Odd(f, **{k:v() for k,v in has.items()}), f.__name__)
+        kind(row, *ways, to=to, **kw)(one(f, **has), f.__name__)
         return f
     return add
 
@@ -102,11 +114,10 @@ asks = 'checkpoints where a gradient is needed'
 
 def again(f, h): return checkpoint(f, h, use_reentrant=False)
 
-@odd(asks, E, G, inner=deep, b=norm)
-def if_requires_grad(m, h): return m.b(again(m.inner, h) if h.requires_grad else m.inner(h))
-
-@odd(asks, E, G, inner=lambda: nn.Sequential(lin(), nn.Tanh()))
-def something_else_without_gradient(m, h): return again(m.inner, h) if h.requires_grad else h*5
+rows(asks, E, G,
+     if_requires_grad=one(lambda m, h: m.b(again(m.inner, h) if h.requires_grad else m.inner(h)), inner=deep, b=norm),
+     something_else_without_gradient=one(lambda m, h: again(m.inner, h) if h.requires_grad else h*5,
+                                         inner=lambda: nn.Sequential(lin(), nn.Tanh())))
 
 counts = 'counts, anneals, or keeps what a callback reads'
 
@@ -129,8 +140,7 @@ def counter_of_a_class():
 
 views = 'rare draws over several views'
 
-@odd(views, E, G)
-def dropout_of_two_views(m, h): return sum(F.dropout(torch.cat([h,h.flip(1)]), .05).chunk(2))
+rows(views, E, G, dropout_of_two_views=one(lambda m, h: sum(F.dropout(torch.cat([h,h.flip(1)]), .05).chunk(2))))
 
 state = 'a state a sample, which another batch size begins anew'
 
@@ -149,11 +159,9 @@ def state_between_norms(m, h):
 
 rng = 'holds a generator of Python or NumPy'
 
-@odd(rng, g=lambda: random.Random(3))
-def random_of_python(m, h): return h*(1+m.g.random())
-
-@odd(rng, E, G, g=lambda: np.random.default_rng(3))
-def rows_of_default_rng(m, h): return h+tensor(m.g.random((len(h),1)))
+rows(rng, random_of_python=one(lambda m, h: h*(1+m.g.random()), g=lambda: random.Random(3)))
+rows(rng, E, G, rows_of_default_rng=one(lambda m, h: h+tensor(m.g.random((len(h),1))),
+                                        g=lambda: np.random.default_rng(3)))
 
 moves = 'a part of the model moves in forward'
 
@@ -177,11 +185,10 @@ def averaged_model():
 
 weight = 'what a norm gets depends on the batch'
 
-@odd(weight, E, G)
-def weight_from_the_mean(m, h): return F.batch_norm(h, None, None, 1+h.mean(0), training=True)
-
-@odd(weight, E, G, mean=lambda: torch.zeros(8).double(), var=lambda: torch.ones(8).double())
-def momentum_from_the_size(m, h): return F.batch_norm(h, m.mean, m.var, training=True, momentum=1/len(h))
+rows(weight, E, G,
+     weight_from_the_mean=one(lambda m, h: F.batch_norm(h, None, None, 1+h.mean(0), training=True)),
+     momentum_from_the_size=one(lambda m, h: F.batch_norm(h, m.mean, m.var, training=True, momentum=1/len(h)),
+                                mean=lambda: torch.zeros(8).double(), var=lambda: torch.ones(8).double()))
 
 part = 'draws into a part of a tensor, or in an unusual operation'
 
@@ -199,8 +206,7 @@ class Centred(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g): return g-g.mean(0)
 
-@odd(backward)
-def function_of_autograd(m, h): return Centred.apply(h)
+rows(backward, function_of_autograd=one(lambda m, h: Centred.apply(h)))
 
 @odd(backward)
 def hook_that_normalises(m, h):
@@ -224,13 +230,14 @@ def module_in_a_closure():
 
 pairs = 'logits of all pairs'
 
-@kind(pairs, loss=lambda pred, y: F.cross_entropy(pred, torch.arange(len(pred))), whole=True)
-def similarities(): return full(Odd(lambda m, h: h@m.lin(h).t(), lin=lin()))
+rows(pairs, kw=dict(loss=lambda pred, y: F.cross_entropy(pred, torch.arange(len(pred))), whole=True),
+     similarities=lambda: full(Odd(lambda m, h: h@m.lin(h).t(), lin=lin())))
 
 picks = 'indices drawn over the batch'
 
-@odd(picks, E, G)
-def random_partners(m, h): return h+.5*h[torch.randint(len(h), (len(h),))]
+rows(picks, E, G, random_partners=one(lambda m, h: h+.5*h[torch.randint(len(h), (len(h),))]))
+rows(picks, E, G, sorted_partners=one(lambda m, h: h+.5*h[torch.rand(len(h)).argsort()]))
+rows(picks, E, shuffle=(one(lambda m, h: h+h[torch.randperm(len(h))]), 'randperm'))
 
 gone = 'an attribute that is gone at the end'
 
@@ -274,11 +281,9 @@ def dropped(m, h, skips):
     return h
 def layers(): return nn.ModuleList(lin() for _ in range(4))
 
-@odd(layerdrop, E, G, ls=layers)
-def layerdrop_by_torch(m, h): return dropped(m, h, lambda h: torch.rand(())<.5)
-
-@odd(layerdrop, E, G, ls=layers)
-def dropout_where_features_are_large(m, h): return dropped(m, h, lambda h: h.detach().mean()<0)
+rows(layerdrop, E, G,
+     layerdrop_by_torch=one(lambda m, h: dropped(m, h, lambda h: torch.rand(())<.5), ls=layers),
+     dropout_where_features_are_large=one(lambda m, h: dropped(m, h, lambda h: h.detach().mean()<0), ls=layers))
 
 later = 'is switched in the middle of an epoch'
 
@@ -288,8 +293,8 @@ def switch(f):
         if cb.iter==2: f(cb.model.block.odd)
     return lambda: Callback(before_batch=before_batch)
 
-@odd(later, o=counting, kw=dict(cbs=switch(lambda m: setattr(m.o, 'n', 3))))
-def by_a_flag_of_an_object(m, h): return h-h.mean(0) if m.o.n>2 else h
+rows(later, by_a_flag_of_an_object=one(lambda m, h: h-h.mean(0) if m.o.n>2 else h, o=counting),
+     kw=dict(cbs=switch(lambda m: setattr(m.o, 'n', 3))))
 
 @odd(later, n=zero)
 def by_an_int(m, h): m.n += 1; return h-h.mean(0) if m.n>2 else h
@@ -304,8 +309,8 @@ def dropout_that_begins_later():
 
 odd_draws = 'draws in an odd way, and right'
 
-@odd(odd_draws, E, G, to=controls)
-def views_side_by_side(m, h): return F.dropout(torch.stack([h,h.flip(1)], 1).flatten(0,1), .1).view(-1,2,8).sum(1)
+rows(odd_draws, E, G, to=controls, views_side_by_side=one(
+    lambda m, h: F.dropout(torch.stack([h,h.flip(1)], 1).flatten(0,1), .1).view(-1,2,8).sum(1)))
 
 anneals = 'counts or anneals'
 
@@ -326,8 +331,10 @@ def hook_for_cam_between_norms():
     hook = hook_output(m.a)
     return m
 
-@odd(keeping, to=controls, feats=noop)
-def rows_that_are_kept(m, h): m.feats = h.tanh(); return m.feats*2
+def keeps_rows(m, h):
+    m.feats,m.o.pair = h.tanh(),(h.detach(),'name')
+    return m.feats*2
+for way in E,C,G: rows(keeping, way, to=controls, **{f'rows_kept_{way}':one(keeps_rows, feats=noop, o=counting)})
 
 ordinary = 'ordinary'
 
@@ -335,14 +342,140 @@ class Reverse(Centred):
     @staticmethod
     def backward(ctx, g): return -.3*g
 
-@odd(ordinary, to=controls)
-def reversed_gradient(m, h): return Reverse.apply(h).tanh()
+rows(ordinary, to=controls, reversed_gradient=one(lambda m, h: Reverse.apply(h).tanh()))
+def two_terms(p, y): return F.cross_entropy(p['logits'], y)+p['extra'].square().mean()
+rows(ordinary, to=controls, kw=dict(whole=True, loss=two_terms),
+     dictionary=lambda: full(Odd(lambda m, h: dict(logits=m.lin(h)[:,:3], extra=h), lin=lin())))
+rows(ordinary, to=controls, kw=dict(whole=True, data=lambda: ((features(27),features(27, 8, 3)), classes(27))),
+     two_inputs=lambda: full(Odd(lambda m, h, z: m.lin(h*z)[:,:3], lin=lin())))
+rows(ordinary, E, C, to=controls, kw=dict(whole=True, loss=lambda p, y: F.cross_entropy(p['rest'][1][0], y)),
+     nested=lambda: full(Odd(lambda m, h: dict(both=h, rest=[h,(m.lin(h),)]), lin=lin())))
 
-@kind(ordinary, to=controls, loss=lambda p, y: F.cross_entropy(p['logits'], y)+p['extra'].square().mean(), whole=True)
-def dictionary(): return full(Odd(lambda m, h: dict(logits=m.lin(h)[:,:3], extra=h), lin=lin()))
+# ---- models that look at the batch, and what the refusal says
 
-@kind(ordinary, to=controls, data=lambda: ((features(n),features(n, 8, 3)), classes(n)), whole=True)
-def two_inputs(): return full(Odd(lambda m, h, z: m.lin(h*z)[:,:3], lin=lin()))
+def centre(h): return h-h.mean(0)
+at_odd,at_batch = "It begins in the Odd 'block.odd'",dict(n=32, bs=32, small=8)
+same_as = lambda k: (k[:,None]==k[None]).double()
+def by_label(f): return lambda: Odd(lambda m, x, k: m.b(torch.tanh(f(m.a(x), k))), a=nn.Linear(6,8), b=nn.Linear(8,3))
+def words(f): return one(lambda m, x: m.o(torch.tanh(f(m, x))), e=lambda: nn.Embedding(20,6), o=lambda: nn.Linear(6,3))
+def lengths(x): return (x!=1).sum(1)
+def texts(n=32, t=12):
+    g = torch.Generator().manual_seed(2)
+    x = torch.randint(2, 20, (n,t), generator=g)
+    for row,k in zip(x, torch.randint(3, t+1, (n,), generator=g)): row[k:] = 1
+    return x
+
+whole_batch = dict(at_batch, whole=True, says='It begins in the Odd[. ]')
+rows('padding', E, C, kw=dict(whole_batch, data=lambda: (texts(),classes(32))),
+     cut_to_the_longest=words(lambda m, x: m.e(x[:,:int(lengths(x).max())]).mean(1)),
+     cut_to_the_shortest=words(lambda m, x: m.e(x[:,:int(lengths(x).min())]).mean(1)),
+     relative_lengths=words(lambda m, x: m.e(x).sum(1)/lengths(x).max()))
+rows('groups of rows', E, C, kw=dict(whole_batch, data=lambda: ((features(32),classes(32, 7)), classes(32))),
+     mean_of_a_group=by_label(lambda h, k: h-.5*same_as(k)@h/same_as(k).sum(1, keepdim=True)),
+     first_of_a_group=by_label(lambda h, k: h+h[same_as(k).argmax(1)]),
+     attention_in_a_group=by_label(lambda h, k: h+torch.softmax((h@h.T).masked_fill(same_as(k)==0, -math.inf), 1)@h))
+
+def chosen(k): return one(lambda m, h: h*(1+h.new_zeros(len(h), 1).index_fill(0, k(h.norm(dim=1)), 1.)))
+rows('chosen rows', E, C, kw=dict(at_batch, says=at_odd), largest=chosen(lambda o: o.topk(min(12, len(o))).indices),
+     smallest=chosen(lambda o: o.argsort()[:10]), late=chosen(lambda o: torch.arange(16, max(16, len(o)))))
+
+def experts(capacity):
+    "Each takes its rows, up to its capacity"
+    def run(m, h):
+        p,i = m.router(h).softmax(1).max(1)
+        out = torch.zeros_like(h)
+        for j,e in enumerate(m.experts):
+            k = capacity((i==j).nonzero()[:,0], len(h))
+            if len(k): out = out.index_copy(0, k, e(h[k])*p[k,None])
+        return out
+    return one(run, router=lambda: nn.Linear(8,3), experts=lambda: nn.ModuleList(lin() for _ in range(3)))
+rows('experts', E, C, kw=dict(at_batch, says=at_odd), five_rows=experts(lambda k, n: k[:5]),
+     a_share_of_all=experts(lambda k, n: k[:max(1, n//8)]), half_of_its_rows=experts(lambda k, n: k[:len(k)//2]))
+
+def checked(f):
+    def run(m, h):
+        assert torch.isfinite(h).all() and h.abs().max().item()<1e6
+        return f(h)
+    return run
+rows('behind asserts', E, C, kw=dict(at_batch, says=at_odd),
+     groups_of_twelve=one(checked(lambda h: torch.cat(list(map(centre, h.split(12)))))),
+     a_number=one(checked(lambda h: h*h[0,0].item())), a_mask=one(checked(lambda h: h+h[h[:,0]>0].mean(0))))
+
+def around(*odd): return lambda: nn.Sequential(nn.Linear(6,8), *[o() for o in odd], nn.Linear(8,3))
+def between(f): return one(lambda m, x: m.b(f(m.a(x))), a=lin, b=lin)
+def in_slices_only(h):
+    assert not 4<len(h)<16, 'too few rows'
+    return h
+rows('in the innermost module that gets the same', C, kw=dict(at_batch, whole=True),
+     between_layers=(around(between(centre)), "It begins in the Odd '1'"),
+     in_the_batch_only=(around(lambda: nn.Sequential(lin(), between(lambda h: centre(h) if len(h)>=32 else h)())),
+                        "It begins in the Odd '1.1'"),
+     argument_by_name=(around(one(lambda m, x: m.lin(input=centre(x)), lin=lin)), "It begins in the Odd '1'"),
+     the_first_of_two=(around(lambda: nn.Sequential(one(lambda m, x: centre(x))(), between(noop)())),
+                       "It begins in the Odd '1.0'"),
+     in_place=(around(lambda: nn.Sequential(lin(), Odd(lambda m, x: x.sub_(x.mean(0))))), "in the Odd '1.1'"),
+     raises=(around(between(in_slices_only)), 'in slices of 8 the model raises AssertionError: too few rows'))
+
+def among(f, **has):
+    "Also where slices wait at norms, and the model runs for a plan before"
+    return one(lambda m, h: f(m, m.drop(m.bn(h))), bn=norm, drop=lambda: nn.Dropout(.2), **has)
+def hides(h):
+    "One mask in fifty hides a row: the trial makes that frequent"
+    keep = (torch.rand(len(h))>.02).to(h)
+    return h*keep[:,None] + (1-keep).sum()
+def keeps_size(m, h): m.bs = float(len(h)); return h
+def steps_by_itself(m, h): m.w.data += .1; return h*m.w.detach().clone()
+rows('among norms', E, C,
+     among_norms=(among(lambda m, h: centre(h)), "is not possible.*block.odd'.*OffloadActivations"))
+rows('among norms', E, its_size=(among(keeps_size), 'block.odd.bs .*take a local variable'),
+     recomputes=(among(lambda m, h: centre(h), gradient_checkpointing=lambda: True),   # as transformers say it
+                 r'call gradient_checkpointing_disable\(\) first'),
+     rare=(among(lambda m, h: hides(h)), 'exact=True'),
+     ghost=(one(lambda m, h: torch.cat(list(map(m.bn, h.split(4)))), bn=norm), 'exact=True is not possible'))
+rows('another way', E, kw=dict(whole=True),   # before the norm, if a value is large
+     branch=(lambda: nn.Sequential(Odd(lambda m, x: centre(x) if x.abs().max()>8 else x), nn.Linear(6,8), norm(),
+                                   nn.Tanh(), nn.Linear(8,3)), "It begins in the Odd '0'"))
+rows(moves, G, steps_by_itself=(one(steps_by_itself, w=lambda: nn.Parameter(torch.ones(()))),
+                                'is not possible.*OffloadActivations'))
+rows(asks, E, kw=dict(says='exact=True is not possible'),
+     always=one(lambda m, h: again(m.inner, h), inner=deep),
+     reentrant=one(lambda m, h: checkpoint(m.inner, h.requires_grad_(), use_reentrant=True), inner=deep))
+
+# ---- what cannot be cut, or seen into
+
+def inner(f): return one(lambda m, h: m.l(h), l=f)
+def in_place(): m = small_model(); m.compile(backend='eager'); return m
+rows('cannot be cut', E,
+     two_dims=(one(lambda m, h: h*torch.rand(len(h),len(h)).to(h).sum(1, keepdim=True)), 'which dimension'),
+     rrelu=(inner(nn.RReLU), "RReLU 'block.odd.l' draws with rrelu"),
+     scripted=(inner(lambda: torch.jit.script(lin().double())), 'into the RecursiveScriptModule'),
+     compiled=(inner(lambda: torch.compile(lin())), "see into the OptimizedModule 'block.odd.l'"),
+     parallel=(inner(lambda: parallel(lin())), "see into the DataParallel 'block.odd.l'"),
+     values=(one(lambda m, h: h*torch.bernoulli(h.sigmoid().detach())), 'draws with bernoulli'))
+rows('cannot be cut', E, kw=dict(whole=True), compiled_in_place=(in_place, 'which is compiled'),
+     # the slices are views of the batch, so autograd sees the change of another one
+     the_input=(one(lambda m, x: m.m(x.add_(1.)), m=lambda: nn.Sequential(nn.Linear(6,8), norm(), nn.Linear(8,3))),
+                'modified by an inplace'))
+
+def odd_way():
+    "A batch norm only where a feature is large"
+    norm = Odd(lambda m, x: m.bn(x) if (x[:,0]>9).any() else x, bn=nn.BatchNorm1d(6))
+    return nn.Sequential(norm, nn.Linear(6,6), nn.BatchNorm1d(6), nn.Linear(6,3))
+def large(i): x = features(27); x[i,0] = 10.; return lambda: (x,classes(27))
+rows('a slice goes another way', E, kw=dict(whole=True), third=(odd_way, "comes to the BatchNorm1d '0.bn'", large(8)),
+     second=(odd_way, "one comes to the BatchNorm1d '0.bn'", large(5)), first=(odd_way, 'one comes to', large(1)))
+
+def classifier(seq_len):
+    config = dict(awd_lstm_clas_config, emb_sz=6, n_hid=10, n_layers=2)
+    return lambda: get_text_classifier(AWD_LSTM, 40, 3, seq_len=seq_len, config=config, max_len=30)
+def long_texts():
+    x = torch.randint(2, 40, (8,30))
+    x[5:,12:] = 1   # padding
+    return x,classes(8)
+long = dict(whole=True, data=long_texts, cbs=rnn_cbs, n=8, bs=8)
+rows('texts that end', E, kw=long,   # fastai's classifier leaves them out, so its draws depend on the texts
+     long_texts=(classifier(10), 'Pass seq_len=30 to TextDataLoaders.*gradient_checkpointing'))
+rows('texts that end', E, to=controls, kw=long, texts_as_read=classifier(30))
 
 # ---- training in both ways
 
@@ -387,19 +520,19 @@ class Notes(Callback):
     def after_pred(self): self.read.append(now(self.model))
     def after_batch(self): self.read.append(now(self.model)); self.n += 1
 
-def way_of(way, model):
+def way_of(k, way, model):
     "The callback for `way`"
     if way==G: return GradientCheckpointing([model.block] if hasattr(model, 'block') else None)
-    return MicroBatch(small, **{way:True})
+    return MicroBatch(k.small, **{way:True})
 
 def train(k, way=None):
     "The learner of `k`, the notes on its fit, and the error that stopped it"
     model,xb,yb = k.make()
     set_seed(1)
-    dls = DataLoaders(*[DataLoader(Items(xb[0], (*xb[1:],*yb)), bs=bs) for _ in range(2)])
+    dls = DataLoaders(*[DataLoader(Items(xb[0], (*xb[1:],*yb)), bs=k.bs) for _ in range(2)])
     for o in (dls,*dls.loaders): o.n_inp = len(xb)
     notes = Notes()
-    cbs = [NoValid(), notes, *L(k.cbs()), *L(way and way_of(way, model))]
+    cbs = [NoValid(), notes, *L(k.cbs()), *L(way and way_of(k, way, model))]
     learn = make_learner(dls, model, k.loss, partial(SGD, mom=.9), cbs, lr=.01, splitter=params)
     try: learn.fit(1)
     except Exception as e: return learn,notes,e
@@ -415,7 +548,10 @@ def verdict(k, way):
     if isinstance(e, ValueError) and str(e).startswith(('MicroBatch','GradientCheckpointing')):
         off,where = rel(now(learn.model), got.start)
         if off>0: return 'moved',f'{where} is not as before: {e}'
-        return ('stopped' if got.n else 'refused'),str(e)
+        left_alone(learn.model)
+        if got.n: return 'stopped',str(e)
+        learn.remove_cbs(learn.cbs.filter(risinstance((MicroBatch,GradientCheckpointing)))).fit(1)   # nothing is lost
+        return 'refused',str(e)
     if e: return 'raw',f'{type(e).__name__}: {e}'
     worst = rel(got.read, want.read)
     return ('exact' if worst[0]<=tol else 'silent'),worst

@@ -17,6 +17,8 @@ def of_batches(train, valid=None, n_inp=1, **kwargs):
     for o in (dls,*dls.loaders) if n_inp else (): o.n_inp = n_inp
     return dls
 
+def whole(cbs, n=76, bs=32, **kwargs): return same(cbs, bs, bs, n, **{**one_group, **kwargs})   # the same batches
+
 def quiet(learn): learn.remove_cb(ProgressCallback).logger = noop; return learn
 
 class Stream(torch.utils.data.IterableDataset):
@@ -43,6 +45,37 @@ class Scaled(nn.Module):
 def grows(pct): return 1 if pct<.3 else 3 if pct<.7 else 6
 
 def out_of_memory(*_): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB')
+
+class Elsewhere(Callback):
+    """Parameters with an optimizer of their own, which neither the model nor the learner's optimizer has: `used` in the
+    loss function, in a penalty after it, or only in some micro-batches; or a global variable holds them. `before` is a
+    gradient from before the fit"""
+    order = -5
+    def __init__(self, used, before=None): self.used,self.before,self.grads = used,before,[]
+    def before_fit(self):
+        self.was,self.unused = self.learn.loss_func,nn.Parameter(features(3, 3, 8))
+        here.c = self.was.__self__.c if self.used=='method' else nn.Parameter(features(3, 3, 7))
+        if self.used=='global':
+            self.learn.loss_func = lambda p, y: self.was(p, y)+(p-here.c[y]).pow(2).mean()
+            return
+        self.c = self.was.s if self.used=='module' else here.c
+        if self.used=='tensor': self.c = features(3, 3, 7).requires_grad_()
+        self.c.grad = self.before and torch.full((3,3), self.before).double()
+        self.o = torch.optim.SGD([self.c], lr=.4, momentum=.5)
+        if self.used in ('loss','tensor'): self.learn.loss_func = lambda p, y: self.was(p, y)+self.penalty(p, y)
+        if self.used=='hook': self.h = self.model[0].register_forward_hook(lambda m, x, y: y*self.c.mean())
+    def penalty(self, p, y): return .3*(p-self.c[y]).pow(2).mean()
+    def after_loss(self):
+        far = (self.x[:,:1]>1).double() if self.used=='some' else 1
+        if self.used in ('penalty','some') and torch.any(torch.as_tensor(far)>0):
+            self.learn.loss_grad = self.loss_grad+.3*(far*(self.pred-self.c[self.y])).pow(2).mean()
+    def after_step(self):
+        if self.c.grad is not None: self.grads.append(self.c.grad.clone())
+        self.o.step(); self.o.zero_grad()
+    def after_fit(self):
+        self.learn.loss_func,self.model.c = self.was,self.c   # compared with the parameters
+        assert self.unused.grad is None, 'it takes no part'
+        if self.used=='hook': self.h.remove()
 
 def clamped():
     "A hook on each parameter clamps its gradient"

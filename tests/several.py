@@ -59,9 +59,8 @@ class Case:
         return learn
     def callbacks(self, rank):
         "With one that leaves out the micro-batches that the case names"
-        def drops(cb): return cancel() if cb.training and (rank,cb.micro.i) in self.left_out else None
-        return [AccumulateStep(**{'n_step':self.n_step, **(self.acc or {})}), Callback(**{self.leave:drops}),
-                *L(self.cbs())]
+        drops = raising(CancelBatchException, self.leave, lambda cb: (rank,cb.micro.i) in self.left_out)
+        return [AccumulateStep(**{'n_step':self.n_step, **(self.acc or {})}), drops, *L(self.cbs())]
     def several(self, rank, world):
         "What process `rank` of `world` trains"
         self.first(rank, world)
@@ -112,10 +111,9 @@ def without_recorder(learn):
 
 def cut_unequally(learn):
     "A fit that is cancelled when process 1 has run the model and process 0 has not"
-    def stop(cb):
-        if cb.training and cb.micro.i==1: raise CancelTrainException
-    def first(cb): return cancel() if cb.training and cb.micro.i==0 and rank()==0 else None
-    if isinstance(learn.model, DDP): learn.fit(1, .02, cbs=[Callback(before_batch=stop), Callback(before_batch=first)])
+    stop = raising(CancelTrainException, 'before_batch', lambda cb: cb.micro.i==1)
+    first = raising(CancelBatchException, 'before_batch', lambda cb: cb.micro.i==0 and rank()==0)
+    if isinstance(learn.model, DDP): learn.fit(1, .02, cbs=[stop, first])
     learn.spy.steps = []
     learn.fit(1, .02)
 
@@ -166,27 +164,11 @@ cases = dict(
     metrics_uneven = Case([[4]*5, [4]*4], fit=with_train_metrics),
 )
 
-class Centers(Callback):
-    "Centers of classes with an optimizer of their own, which it holds, or a global variable does"
-    order,run_valid = -5,False
-    def __init__(self, holds=True): self.holds = holds
-    def before_fit(self):
-        self.was,here.centers = self.learn.loss_func,nn.Parameter(features(3, 3, 7))
-        if not self.holds: return self.lend()
-        self.unused,self.centers = nn.Parameter(features(3, 3, 8)),here.centers
-        self.o = torch.optim.SGD([self.centers], lr=.4)
-        self.lend()
-    def lend(self):
-        self.learn.loss_func = lambda p, y: self.was(p, y)+.3*(p-here.centers[y]).pow(2).sum(1).mean()
-    def after_step(self): self.o.step(); self.o.zero_grad()
-    def after_fit(self):
-        self.learn.loss_func,self.learn.seen = self.was,[here.centers.detach()]
-        assert self.unused.grad is None, 'it takes no part'
-
+def centers(): return Elsewhere('loss')
 cases.update(
-    centers      = Case([4]*6, cbs=Centers),
-    centers_drop = Case([4]*8, cbs=Centers, left_out={(1,k) for k in range(4)}),
-    centers_cut  = Case([[8,5,8], [4,7,4], [2,4,8]], 2, cbs=lambda: [MicroBatch(3), Centers()], one=Centers),
+    centers      = Case([4]*6, cbs=centers),
+    centers_drop = Case([4]*8, cbs=centers, left_out={(1,k) for k in range(4)}),
+    centers_cut  = Case([[8,5,8], [4,7,4], [2,4,8]], 2, cbs=lambda: [MicroBatch(3), centers()], one=centers),
 )
 
 def cpu_broadcast(self, t, rank):
@@ -443,7 +425,7 @@ cases.update(
                             no_step(cb) if rank()==1 else None)), 'number of steps', RuntimeError),
     leaves_all    = refused(Case([4]*8, left_out={(1,k) for k in range(4)}, leave='before_batch'), 'hyper-parameters',
                             RuntimeError),
-    centers_global = refused(Case([4]*6, cbs=lambda: Centers(False)), 'nobody knows which', RuntimeError),
+    centers_global = refused(Case([4]*6, cbs=lambda: Elsewhere('global')), 'nobody knows which', RuntimeError),
 )
 
 def had_enough(): raise ValueError('process 1 has had enough')

@@ -129,6 +129,15 @@ def unlabelled(*cbs, k=7, loss=lambda p: p.pow(2).mean(), **kwargs):
     return in_order(*cbs, x=features(40), y=(features(40, k*6).view(40, k, 6),classes(40)), n_inp=2, loss=both,
                     create_batch=several, model=model, **kwargs)
 
+def in_odd_modes():
+    "Fitted, with gradients, a frozen layer, and a dropout in evaluation"
+    learn = learner(net(bn(), nn.Dropout()).float(), CrossEntropyLossFlat(), x=features(64).float())
+    with learn.no_logging(): learn.fit(1)
+    for p in learn.model.parameters(): p.grad = torch.ones_like(p)
+    learn.model[0].requires_grad_(False)
+    learn.model[2].eval()
+    return learn
+
 class Penalty(Callback):
     "A module that a callback and the learner hold is that of the model in the trial too"
     def __init__(self, m): self.m = m
@@ -141,6 +150,22 @@ class ClipValues(Callback):
     "Cannot be copied"
     def __init__(self): self.f = threading.Lock()
     def after_backward(self): nn.utils.clip_grad_value_(self.learn.model.parameters(), .01)
+class OptsStep(Callback):
+    def after_backward(self): self.learn.opt.step()
+class OwnStep(Callback):
+    def before_fit(self): self.own = torch.optim.SGD(self.learn.model.parameters(), lr=.1)
+    def after_backward(self): self.own.step()
+class ByHand(Callback):
+    def after_backward(self):
+        for p in self.learn.model.parameters(): p.data -= .1*p.grad
+class Clears(OwnStep):
+    def after_backward(self): super().after_backward(); self.own.zero_grad()
+class Recipe(Callback):
+    "Of a forum"
+    def before_step(self): raise CancelStepException
+class StepsAgain(Callback):
+    "After the step of the learner, as with the large batch"
+    def after_batch(self): self.learn.opt.step(); self.learn.opt.zero_grad()
 class Unpack(Callback):
     "The learner cannot run without it, so it is no suspect"
     def after_pred(self): self.learn.pred = self.learn.pred['logits']
@@ -177,6 +202,10 @@ class Mixed(nn.Module):
     "Mixes along `dim`, in an order that it draws"
     def __init__(self, dim): super().__init__(); self.dim = dim
     def forward(self, x): return (x+x.index_select(self.dim, torch.randperm(x.shape[self.dim])))/2
+class Sorted(nn.Module):
+    "Mixes samples in an order that it draws by sorting"
+    def __init__(self, order=lambda n: torch.rand(n).argsort()): super().__init__(); self.order = order
+    def forward(self, x): return (x+x[self.order(len(x))])/2
 class OwnLoss(nn.Module):
     "The model computes its loss, as those of transformers do"
     def __init__(self): super().__init__(); self.m = small_model()
@@ -218,6 +247,7 @@ clean_ones = dict(
     compiled=lambda: learner(compiled(net())), order=packed, penalty=penalty,
     group_norm=lambda: learner(net(nn.GroupNorm(1, 5))), norm_eval=lambda: learner(net(bn()), cbs=BatchNormEval()),
     all_count=lambda: learner(loss=masked, y=torch.ones(64).long()),
+    again_after_the_batch=lambda: in_order(StepsAgain(), AccumulateStep(4)),
     of_one_length=lambda: longest([8,3,5,8]*16), longer_later=lambda: longest(sorted([2,3,5,8]*16)),
     drops_nothing=lambda: learner(net(nn.Dropout(1e-12))), samples_of_several_batches=lambda: learner(bs=1))
 
@@ -266,16 +296,17 @@ cases = dict(
     dropout=(lambda: learner(net(nn.Dropout(.3))), 'dropout 1'),
     coin=(lambda: learner(net(coin())), 'dropout 1'),
     recomputed=(lambda: again(True), 'dropout 0.m.1'), recomputed_too=(lambda: again(False), 'dropout 0.m.1'),
+    in_odd_modes=(in_odd_modes, 'batch norm 1, dropout 2'),
     blocks=(lambda: blocks(AccumulateStep(2)), 'batch norm 0.1, dropout 0.3',
             'in place of AccumulateStep, and write `learn.gradient_checkpointing()`\n'
             'if that does not fit: `learn.micro_batch('),
     checkpointing=(lambda: blocks(AccumulateStep(2), GradientCheckpointing()), 'batch norm 0.1, dropout 0.3',
                    'load batches of 16 in place of AccumulateStep, if memory allows: you have GradientCheckpointing\n'
-                   'if that does not fit: `learn.micro_batch(8, exact=True)` in place of GradientCheckpointing'),
+                   'if that does not fit, in place of GradientCheckpointing: `learn.micro_batch(8, exact=True)`'),
     cut_and_checkpointing=(lambda: blocks(MicroBatch(4), GradientCheckpointing()), 'batch norm 0.1, dropout 0.3',
                            'leave out MicroBatch, if memory allows: you have GradientCheckpointing\n'
-                           'if that does not fit: `learn.micro_batch(4, exact=True)` in place of '
-                           'GradientCheckpointing'),
+                           'if that does not fit, in place of GradientCheckpointing: '
+                           '`learn.micro_batch(4, exact=True)`'),
     offloading=(lambda: blocks(AccumulateStep(2), OffloadActivations()), 'batch norm 0.1, dropout 0.3'),
     rmse=(lambda: learner(loss=rmse, y=targets()), 'loss rmse'),
     masked=(lambda: learner(loss=masked), 'loss masked'), one_of_64=(one_of_64, 'loss masked'),
@@ -295,6 +326,8 @@ cases = dict(
         epochs=lambda o: o.epoch>2, steps=lambda o: o.train_iter>200, share=lambda o: o.pct_train>.9).items()},
     later_beside_a_norm=(lambda: in_order(AccumulateStep(4), Late(lambda o: o.epoch), model=net(bn())),
                          'batch norm 1, callback Late'),
+    partners_by_sorting=(lambda: learner(net(Sorted())), 'unknown 1', ''),
+    partners_by_number=(lambda: learner(net(Sorted(lambda n: torch.randint(n, (n,))))), 'unknown 1', ''),
     partners=(lambda: learner(net(Mixed(0))), 'unknown 1', ''),
     channels=(lambda: learner(net(Mixed(1))), 'dropout 1', ''),
     partners_and_dropout=(lambda: learner(net(nn.Dropout(), Mixed(0))), 'dropout 1, unknown 2', ''),
@@ -305,6 +338,8 @@ cases = dict(
                'remove it'),
     small=(lambda: in_order(Callback(before_batch=moves_small), AccumulateStep(2), bs=8), 'augmentation Callback'),
     clip=(lambda: learner(cbs=ClipValues()), 'callback ClipValues'),
+    **{f'steps_{cb}': (lambda cb=cb: in_order(cb(), AccumulateStep(4)), f'early step {cb.__name__}',
+                       'moves the weights before the window ends') for cb in (OptsStep,OwnStep,ByHand)},
     ranks=(lambda: learner(cls=Ranks), 'loss Ranks'),
     clamped=(lambda: learner(clamped(), lambda p,y: 20*F.cross_entropy(p, y)), 'backward 2'),
     mixup_and_norm=(lambda: learner(net(bn()), CrossEntropyLossFlat(), MixUp()), 'batch norm 1, augmentation MixUp'),
@@ -425,7 +460,11 @@ class AwayToo(Callback):
 class Fragile(Callback):
     def before_epoch(self): [1,2][self.epoch]
 
+class RateOfBatch(Callback):
+    def before_batch(self): self.opt.set_hyper('lr', .01*len(self.x))
+
 named = dict(
+    rate=(RateOfBatch(), 'after the step, the optimizer would not hold the same'),
     after_step=(Bank('after_step'), 'after the step, Bank would not hold the same'),
     after_batch=(Bank('after_batch'), 'after the step, Bank would not hold the same'),
     away=(Away(), 'Away may do nothing in the check'), away_too=(AwayToo(), 'AwayToo may do nothing in the check'),
@@ -501,10 +540,13 @@ refusals = dict(
     one=(lambda: learner(bs=1, n=1), 'has 1 sample, and at least 2'),
     nan=(lambda: learner(loss=lambda p,y: (p*math.nan).mean()), 'is zero or not finite'),
     zero=(lambda: learner(loss=lambda p,y: F.cross_entropy(p, y).clamp(max=1e-9)), 'is zero or not finite'),
-    **{k: (lambda k=k, e=e: learner(cbs=Callback(**{k:raises(e)})), 'a callback cancels the step')
+    **{k: (lambda k=k, e=e: learner(cbs=Callback(**{k:raises(e)})), 'Callback leaves no gradient .*: it cancels the step')
        for k,e in dict(before_step=CancelStepException, after_backward=CancelBatchException).items()},
     **{f'ignored {cb}': (lambda cb=cb: ignored(cb), 'the loss ignores all')
        for cb in (AccumulateStep(2),OffloadActivations(),None)},
+    clears=(lambda: in_order(Clears(), AccumulateStep(4)),
+            'Clears leaves no gradient .*by itself.*Remove it, since the weights must not move before the window ends'),
+    recipe=(lambda: in_order(Recipe(), AccumulateStep(4)), 'Recipe leaves no gradient .*: it cancels the step.*Remove it'),
     fastais=(lambda: learner(cbs=GradientAccumulation(32)), 'remove it with'),
     hooks=(hooked, 'hooks make it in the backward pass'),
     hooks_exact=(lambda: hooked(MicroBatch(4, exact=True)), 'hooks make it in the backward pass'),

@@ -272,12 +272,11 @@ def test_nothing_is_left(way, ending):
 @each(again=[True,False])
 def test_ctrl_c_in_the_moment_a_block_ends(again, monkeypatch):
     "What it leaves lent is dropped when the next fit begins, also if the callback has gone"
-    def stop(cb): raise KeyboardInterrupt
     learn,end = make_learner(make_dls(N, BS), cbs=AccumulateStep(4)),state.Lent.end
     def interrupted(lent): return sys.exc_info()[0] is KeyboardInterrupt or end(lent)
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as m:
         m.setattr(state.Lent, 'end', interrupted)
-        learn.fit(1, cbs=Callback(before_step=stop))
+        learn.fit(1, cbs=raising(KeyboardInterrupt, 'before_step'))
     assert '_with_events' in vars(learn)
     if not again: learn.remove_cb(AccumulateStep)
     learn.fit(1)

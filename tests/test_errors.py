@@ -1,4 +1,5 @@
 "Bad input is refused with the argument, the value and what to do, before any weight has moved"
+import harness
 from harness import *
 from kinds import Odd
 from fastai_accum.all import *
@@ -22,8 +23,10 @@ values = [
         ('prove','no',"prove must be True or False, got 'no'"), ('split',3,'split must be a function'),
         ('weight',3,'weight must be a function')]),
     (lambda: learner(acc), 'give either n_step'),
-    (partial(acc, 64/16), 'got 4.0; write 4$'),
     (partial(acc, [1,2,4]), 'pass a function `pct -> int`'),
+    *((f, "AccumulateStep: n_step must be .*function of one argument, `pct`, .*; got one of [(]epoch, step[)]")
+      for f in (lambda: acc(lambda epoch, step: 4), lambda: every(lambda epoch, step: 4))),
+    (partial(acc, n_samples=lambda: 4), 'AccumulateStep: n_samples must be .*; got one of [(][)]'),
     (partial(acc, {0:1, 4:4}), 'got {0: 1, 4: 4}; .*pass a function `pct -> int`'),
     (lambda: acc(learner()), r'got Learner; write learn.accumulate\(4\)'),
     (lambda: cut(learner()), r'got Learner; write learn.micro_batch\(4\)'),
@@ -60,7 +63,8 @@ wrong_calls = [
     (lambda: learner().check_accumulation(n_step=4), r'The arguments are bs. Example: `learn.check_accumulation\(\)`'),
     (lambda: learner().what_fits(gpu=0), r"The arguments are budget. Example: `learn.what_fits\('8GB'\)`"),
     (lambda: learner().n_steps(n_epochs=3), r'Did you mean `learn.n_steps\(n_epoch=3\)`'),
-    (lambda: learner().noise_scale(bs=64), 'The arguments are n_step, num_it, show_plot'),
+    *((lambda k=k: learner().noise_scale(**{k:64}), f"no argument '{k}'. The arguments are n_step, num_it, show_plot")
+      for k in ('bs','batch_size')),
     (lambda: learner(every(4)), r'is no callback .* `learn.accumulate\(n_step=4\)`'),
     (lambda: learner().fit(1, cbs=[every(4)]), 'is no callback')]
 
@@ -81,12 +85,10 @@ def test_warnings_name_the_line(recwarn):
 
 def test_integers_of_numpy(): assert acc(np.int64(4)).n_step==4 and type(cut(np.int64(5)).bs) is int
 
-def refused(learn, match, exc=ValueError, fit=lambda l: l.fit(1)):
-    "`fit` raises an error that names only callbacks of the learner, and no weight has moved"
-    old = [p.clone() for p in learn.model.parameters()]
-    with pytest.raises(exc, match=match) as e: fit(learn)
-    assert all(map(torch.equal, old, learn.model.parameters()))
-    assert learn.cbs.filter(risinstance(acc)) or 'AccumulateStep' not in str(e.value)
+def refused(learn, *args, **kwargs):
+    "The error names only callbacks of the learner"
+    said = harness.refused(learn, *args, **kwargs)
+    assert learn.cbs.filter(risinstance(acc)) or 'AccumulateStep' not in said
 
 def ce(reduction): return partial(F.cross_entropy, reduction=reduction)
 def unreduced(pred, targ): return F.cross_entropy(pred, targ, reduction='none')

@@ -26,22 +26,17 @@ def test_a_loss_that_is_nan(left_out, value, capsys):
 
 # ---- without statistics of the batch
 
-def image_learner(bs, cbs=None, change=noop):
+def image_learner(bs, cbs=None):
     "36 images, so that 4 × 4 has a tail"
     torch.manual_seed(0)
-    model = change(ResNet(BasicBlock, [1,1,1,1], num_classes=3).double())
+    model = ResNet(BasicBlock, [1,1,1,1], num_classes=3).double()
     dls = make_dls(36, bs, x=features(36, 3*32*32).view(36,3,32,32))
     return make_learner(dls, model, opt_func=SGD, lr=1e-2, cbs=cbs, splitter=trainable_params)
 
-def test_group_norm_is_exact():
+def test_groups_of_group_norm():
     change = recipe('tutorials/keep_batch_norm.ipynb', 'to_group_norm')
-    a,b = image_learner(4, AccumulateStep(4), change),image_learner(16, None, change)
-    found = [o for o in a.model.modules() if isinstance(o, (nn.GroupNorm,nn.BatchNorm2d))]
-    assert len(found)==12 and all(isinstance(o, nn.GroupNorm) for o in found)
     for channels,groups in (512,32),(64,8),(48,6),(20,2),(13,1):
         assert change(nn.Sequential(nn.BatchNorm2d(channels)))[0].num_groups==groups
-    for l in a,b: l.fit(1)
-    assert_same(a, b)
 
 def test_batch_norm_eval():
     "Training is exact, statistics stay, gains and biases train. After the callback is removed, batch norm is as before"
@@ -67,11 +62,11 @@ def normed(*cbs, limit=99):
 
 @pytest.mark.parametrize('cbs,sees,line', [
     ([MicroBatch(2)], 'MicroBatch(bs=2): batch norm sees 2 samples',
-     'write `learn.gradient_checkpointing()` in place of MicroBatch\n'
-     '- if that does not fit: `learn.micro_batch(2, exact=True)`\n- do nothing'),
-    ([MicroBatch(2, coupled=True)], 'sees 2 samples', 'fit: `learn.micro_batch(2, exact=True)`'),
+     'in place of MicroBatch, write\n     learn.gradient_checkpointing()\n'
+     '  -> if that does not fit:\n     learn.micro_batch(2, exact=True)\n  -> do nothing'),
+    ([MicroBatch(2, coupled=True)], 'sees 2 samples', 'fit:\n     learn.micro_batch(2, exact=True)'),
     ([AccumulateStep(3)], 'AccumulateStep(n_step=3): batch norm sees 4 samples',
-     'load batches of 12 in place of AccumulateStep, and write `learn.gradient_checkpointing()`'),
+     'load batches of 12 in place of AccumulateStep, and write\n     learn.gradient_checkpointing()'),
     ([AccumulateStep(n_samples=8)], 'sees 4 samples', 'load batches of 8 in'),
     ([AccumulateStep(lambda pct: 3)], 'sees 4 samples', 'load the large batch in'),
     ([AccumulateStep(3),MicroBatch(2)], 'sees 2 samples', 'of 12 in place of AccumulateStep and MicroBatch,'),

@@ -46,7 +46,7 @@ def penalty(f):
         if self.training: self.learn.loss_grad = self.loss_grad*f(self)
     return dict(after_loss=after_loss)
 
-hooks = dict(
+hooked_by = dict(   # what a callback does with what a block returns, and who refuses it
     mixes=(hooked(lambda self, o: .8*o+.2*o[self.p]), slices_refuse),
     centres=(hooked(lambda self, o: o-.4*o.mean(0)), slices_refuse),
     running=(hooked(running), slices_refuse),
@@ -58,19 +58,6 @@ hooks = dict(
     keeps=(hooked(keeps, **penalty(lambda self: 1+self.o.mean(0).pow(2).sum())), {}),
     lists=(hooked(lists, **penalty(lambda self: 1+torch.cat(self.fs).mean(0).pow(2).sum())), {}),
     looks=(hooked(mean), {}), rows=(hooked(lambda self, o: 1.2*o), {}))
-
-def is_right(way, refused, run):
-    plain = run()
-    if way in refused:
-        with pytest.raises(refused[way], match='GradientCheckpointing|MicroBatch'): run(ways[way]())
-    else: assert_same(run(ways[way]()), plain)
-
-@pytest.mark.filterwarnings('ignore::fastai_accum.refusals.NotProved')
-@pytest.mark.parametrize('way', ways)
-@pytest.mark.parametrize('hook', hooks)
-def test_hooks_of_callbacks(hook, way):
-    make,refused = hooks[hook]
-    is_right(way, refused, lambda *cbs: fit(*cbs, make()))
 
 def at(f, event='before_batch', n=0):
     "In the second epoch, at its `n`th batch"
@@ -98,6 +85,7 @@ def own_data(m): m[2][0].weight.data = m.w
 
 with_norm = partial(net, True)
 changes = dict(   # what, the model, and who refuses it; slices of `coupled` see their own batch norm
+    **{k:(make, net, by) for k,(make,by) in hooked_by.items()},
     statistics=(at(statistics, 'before_train'), with_norm, {}),
     another_model=(at(another_model, 'before_train'), with_norm, {}),
     another_layer=(at(another_layer, n=1), net, {}), another_forward=(at(another_forward, n=1), net, {}),
@@ -112,10 +100,15 @@ changes = dict(   # what, the model, and who refuses it; slices of `coupled` see
 
 cases = [(k,w) for k,(_,make,_) in changes.items() for w in ways if w!='coupled' or make is net]
 
+@pytest.mark.filterwarnings('ignore::fastai_accum.refusals.NotProved')
 @pytest.mark.parametrize('change,way', cases)
 def test_changes_in_a_fit(change, way):
     cbs,make,refused = changes[change]
-    is_right(way, refused, lambda *more: fit(*more, *cbs(), make=make))
+    def run(*more): return fit(*more, *L(cbs()), make=make)
+    plain = run()
+    if way in refused:
+        with pytest.raises(refused[way], match='GradientCheckpointing|MicroBatch'): run(ways[way]())
+    else: assert_same(run(ways[way]()), plain)
 
 def test_a_retry_puts_callbacks_back():
     "Memory runs out in the first attempt: what a callback holds is as if that attempt had not been"

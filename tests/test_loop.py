@@ -4,31 +4,6 @@ from contextlib import nullcontext
 from nets import *
 from fastai_accum.all import *
 
-class Augmented(Items):
-    "A dataset that draws random numbers for each item, as random item transforms do"
-    def __getitem__(self, i):
-        x,*y = super().__getitem__(i)
-        return (x+.3*random.random(),*y)
-
-class Drawn(DataLoader):
-    "Large batches; one that is not full is dropped when its items have been drawn"
-    def create_batches(self, samps): return (b for b in super().create_batches(samps) if len(b[0])==32)
-    def __len__(self): return self.n//32
-
-@each(window=[dict(n_step=4), dict(n_samples=32)])
-def test_a_dropped_tail_is_drawn(window):
-    "It is drawn and thrown away without being run, because the loader of the large batch draws these items too"
-    def train(cls, bs, *cbs):
-        dl = cls(Augmented(features(84), classes(84)), bs=bs, shuffle=True)
-        learn = make_learner(DataLoaders(dl, make_dls(76, 16).valid), cbs=cbs)
-        random.seed(1); dl.rng.seed(1)
-        learn.fit(2)
-        return learn
-    runs = []
-    a = train(DataLoader, 8, AccumulateStep(**window, drop_last=True), Callback(after_loss=lambda cb: runs.append(1)))
-    assert_same(a, train(Drawn, 32))
-    assert len(runs)-2*2==2*8 and a.accumulate_step.counts.n_thrown==2*20
-
 def of_windows(windows):
     "Loaders whose batches are these samples"
     return of_batches([(features(76)[w],classes(76)[w]) for w in windows], make_dls(76, 16).valid)
@@ -70,9 +45,8 @@ def test_a_step_of_ones_own(case):
 
 def test_a_cancelled_step_is_not_counted():
     "A scaler that skips the step by itself cancels nothing, and counts as fastai counts it"
-    def skip(cb):
-        if cb.train_iter==1: raise CancelStepException
-    a,b = same(lambda: AccumulateStep(4), also=lambda: Callback(before_step=skip))
+    a,b = same(lambda: AccumulateStep(4),
+               also=partial(raising, CancelStepException, 'before_step', lambda cb: cb.train_iter==1))
     n = a.accumulate_step.counts
     assert (n.n_steps,n.n_stepped,n.n_thrown,n.sizes)==(5,120,32,[32,0,12,32,32,12]) and a.train_iter==6
 
@@ -96,10 +70,8 @@ def test_the_loss_is_scaled_by_one_constant():
 def test_a_window_that_is_thrown_away_clears_all(case):
     "Also the gradients of what the optimizer does not hold: a frozen part of the model, and the loss's own parameters"
     event,exc,at = case
-    def stop(cb):
-        if cb.training and cb.micro.i==at: raise exc
     learn = make_learner(make_dls(64, 8), loss_func=Scaled(), splitter=lambda m: [params(m[0])],
-                         cbs=[AccumulateStep(4), Callback(**{event:stop})])
+                         cbs=[AccumulateStep(4), raising(exc, event, lambda cb: cb.micro.i==at)])
     with pytest.raises(exc) if exc is KeyboardInterrupt else nullcontext(): learn.fit(1, cbs=NoValid())
     assert learn.micro.i==at   # the rest of the window is drawn, not run
     for p in *learn.model.parameters(),learn.loss_func.s: assert p.grad is None or not p.grad.any()
@@ -119,28 +91,6 @@ def test_removed_in_mid_epoch(cbs, event):
     n = 3 if AccumulateStep in cbs and (in_loop or event=='after_train') else 10
     assert len(learn.spy.steps)==n+10 and not learn.cbs.filter(risinstance(cbs[0]))
 
-@each(cls=[AccumulateStep,MicroBatch])
-def test_one_instance_in_two_learners(cls):
-    "As when `cbs` is shared by folds: the first one, which has lost it, raises when it trains"
-    cb = cls(4)
-    a,b = (make_learner(make_dls(64, 8), cbs=cb) for _ in range(2))
-    with pytest.raises(ValueError, match='this instance is in another Learner too'): a.fit(1)
-    b.fit(1)
-    assert len(b.spy.steps)==(2 if cls is AccumulateStep else 8)
-
-def test_given_to_fit():
-    a,_ = same(list, fit=lambda l: l.fit(2, cbs=AccumulateStep(4) if l.dls.train.bs==8 else None))
-    assert not hasattr(a, 'accumulate_step')
-
-@each(keep=[True, False])
-def test_drop_last_decides(keep):
-    "`drop_last` against the loader's own: a large loader over the same samples"
-    n = 116//8*8 if keep else 116//32*32
-    a = make_learner(make_dls(116, 8, drop_last=keep, shuffle=False), cbs=AccumulateStep(4, drop_last=not keep))
-    b = make_learner(DataLoaders(DataLoader(Items(features(116)[:n], classes(116)[:n]), bs=32), a.dls.valid))
-    for l in (a,b): l.fit_one_cycle(2)
-    assert_same(a, b)
-
 @each(cb=[AccumulateStep(4), AccumulateStep(4, drop_last=True), MicroBatch(3)])
 def test_progress_moves_at_each_micro_batch(cb, monkeypatch):
     "The bar counts the batches of the loader; those of a dropped tail are not run"
@@ -156,9 +106,7 @@ def test_progress_moves_at_each_micro_batch(cb, monkeypatch):
        event=['before_batch','after_pred','after_loss','before_backward'])
 def test_cancelled_micro_batches(which, event, order):
     "What is cancelled before its backward pass adds nothing, and its window steps, also if it was the boundary"
-    def cancel(cb):
-        if cb.training and cb.micro.i in which: raise CancelBatchException
-    cb = Callback(**{event:cancel}); cb.order = order
+    cb = raising(CancelBatchException, event, lambda cb: cb.micro.i in which, order)
     windows = [[j for i in range(k, min(k+4,10)) if i not in which for j in range(i*8, min(i*8+8,76))] for k in (0,4,8)]
     a = make_learner(make_dls(76, 8, shuffle=False), cbs=[cb, AccumulateStep(4)])
     b = make_learner(of_windows(filter(None, windows)))
@@ -166,11 +114,6 @@ def test_cancelled_micro_batches(which, event, order):
     close(weights(a), weights(b))
     n,left = a.accumulate_step.counts,sum(map(len, windows))
     assert (n.n_steps,n.n_stepped,n.n_thrown)==(len(b.spy.steps),left,76-left)
-
-def test_terminate_on_nan_of_weight_0():
-    "A micro-batch of weight 0 does not end training: its loss of NaN is not shown"
-    y = classes(76); y[8:16] = -100
-    same(lambda: AccumulateStep(4), also=TerminateOnNaNCallback, y=y)
 
 # A window of one micro-batch is plain fastai to every callback: batches differ in size here, and classes are weighted
 
@@ -195,11 +138,7 @@ def test_one_micro_batch_is_plain(way):
 
 # A fit that makes no step says so once
 
-def skip(event, exc):
-    "Leaves every fourth batch"
-    def stop(cb):
-        if cb.training and (cb.iter+1)%4: raise exc
-    return Callback(**{event:stop})
+def skip(event, exc, n=4): return raising(exc, event, lambda cb: (cb.iter+1)%n)   # but every `n`th batch
 
 @each(cb=[partial(AccumulateStep, 4), partial(AccumulateStep, n_samples=32), partial(MicroBatch, 4)],
       at=[('before_step',CancelBatchException), ('before_step',CancelStepException),
@@ -216,12 +155,10 @@ def test_all_windows_are_cancelled(cb, at):
     for n in 1,2:   # the recipe of forums beside ours, where every fourth window steps: said once, in the first windows
         said, = warned(n, 128, AccumulateStep(2))
         assert '2 steps in 8 windows' in said
-    def half(cb):
-        if cb.training and cb.iter%2: raise CancelStepException
     with warnings.catch_warnings():
         warnings.simplefilter('error', UserWarning)
         # half of them is fine
-        make_learner(make_dls(64, 8), cbs=[AccumulateStep(2), Callback(before_step=half)]).fit(1)
+        make_learner(make_dls(64, 8), cbs=[AccumulateStep(2), skip('before_step', CancelStepException, 2)]).fit(1)
 
 def test_trials_say_nothing():
     learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(2))
@@ -275,31 +212,6 @@ class Rows(nn.Module):
     def __init__(self): super().__init__(); self.c = nn.Parameter(features(3, 3, 7))
     def loss(self, p, y): return F.cross_entropy(p, y)+.3*(p-self.c[y]).pow(2).mean()
 
-class Elsewhere(Callback):
-    """Parameters with an optimizer of their own, which neither the model nor the learner's optimizer has: `used` in the
-    loss function, in a penalty after it, or only in some micro-batches. `before` is a gradient from before the fit"""
-    order = -5
-    def __init__(self, used, before=None): self.used,self.before,self.grads = used,before,[]
-    def before_fit(self):
-        self.was = self.learn.loss_func
-        self.c = self.was.__self__.c if self.used=='method' else nn.Parameter(features(3, 3, 7))
-        if self.used=='tensor': self.c = features(3, 3, 7).requires_grad_()
-        self.c.grad = self.before and torch.full((3,3), self.before).double()
-        self.o = torch.optim.SGD([self.c], lr=.4, momentum=.5)
-        if self.used in ('loss','tensor'): self.learn.loss_func = lambda p, y: self.was(p, y)+self.penalty(p, y)
-        if self.used=='hook': self.h = self.model[0].register_forward_hook(lambda m, x, y: y*self.c.mean())
-    def penalty(self, p, y): return .3*(p-self.c[y]).pow(2).mean()
-    def after_loss(self):
-        far = (self.x[:,:1]>1).double() if self.used=='some' else 1
-        if self.used in ('penalty','some') and torch.any(torch.as_tensor(far)>0):
-            self.learn.loss_grad = self.loss_grad+.3*(far*(self.pred-self.c[self.y])).pow(2).mean()
-    def after_step(self):
-        if self.c.grad is not None: self.grads.append(self.c.grad.clone())
-        self.o.step(); self.o.zero_grad()
-    def after_fit(self):
-        self.learn.loss_func,self.model.c = self.was,self.c   # compared with the parameters
-        if self.used=='hook': self.h.remove()
-
 ways = dict(n_step=lambda: AccumulateStep(4), n_samples=lambda: AccumulateStep(n_samples=32), cut=lambda: MicroBatch(8),
             coupled=lambda: MicroBatch(8, coupled=True), both=lambda: [AccumulateStep(2), MicroBatch(8)],
             weight=lambda: AccumulateStep(4, weight=lambda p, y: len(y)))
@@ -323,10 +235,9 @@ def test_cancelled_windows_leave_parameters_elsewhere():
     def run(bs, at, event, *cbs):
         def fill(cb):
             if cb.training and cb.micro.i==at: cb.elsewhere.c.grad = torch.ones(3, 3).double()
-        def leave(cb):
-            if cb.training and cb.micro.i==at: raise CancelBatchException
-        learn = make_learner(make_dls(64, bs, shuffle=False), cbs=[Elsewhere('loss'), Callback(before_batch=fill),
-                                                                   Callback(**{event:leave}), *cbs])
+        leaves = raising(CancelBatchException, event, lambda cb: cb.micro.i==at)
+        learn = make_learner(make_dls(64, bs, shuffle=False),
+                             cbs=[Elsewhere('loss'), Callback(before_batch=fill), leaves, *cbs])
         learn.fit(2)
         return learn
     a,large = run(8, 4, 'after_backward', AccumulateStep(4)),run(32, 1, 'after_loss')
@@ -365,10 +276,12 @@ class OfRecords(Learner):
     "Takes batches apart itself, of any kind, and draws a number while it does"
     def _split(self, b):
         if isinstance(b, Record): b = vars(b)
+        if isinstance(b, list): b = {k:torch.stack([o[k] for o in b]) for k in 'xy'}
         self.xb,self.yb = ((b['x'],),(b.pop('y'),)) if isinstance(b, dict) else ((b[1],),(b[0],))
         if self.noisy: self.xb = (self.xb[0]+torch.randn(1).double(),)
 
 kinds = dict(dict=lambda x, y: dict(x=x, y=y, names=list(map(str, y))), record=Record, swapped=lambda x, y: (y, x),
+             each=lambda x, y: [dict(x=a, y=b) for a,b in zip(x, y)],
              odd=lambda x, y: dict(x=x, y=y, boxes=torch.zeros(2*len(y)+1, 4)))
 def split_records(b, bs):
     n = len(b.x if isinstance(b, Record) else b['x'])
@@ -388,7 +301,7 @@ def test_batches_that_the_learner_takes_apart(kind, way):
         torch.manual_seed(1)
         learn.fit(2)
         return learn
-    if way=='split' and kind=='swapped': return
+    if way=='split' and kind in ('swapped','each'): return
     bs = dict(cut=32, coupled=32, both=16, split=32, whole=32).get(way, 8)
     cbs = L({**ways, **splits}[way]())
     if kind in ('record','odd') and way in ('cut','both'):

@@ -67,25 +67,6 @@ def curve(nm, how, tmp_path):
 @pytest.mark.filterwarnings('ignore:AccumulateStep.*a window of 8 micro-batches is more')
 def test_curve(nm, how, tmp_path): curve(nm, how, tmp_path)
 
-@each(how=['callback','patch'])
-def test_in_the_middle_of_training(how, tmp_path):
-    "What was there comes back, rates as in plain training; what follows is what would have followed without it"
-    def train(search, cbs=None, bs=8):
-        learn = make_learner(make_dls(76, bs, shuffle=False), normed(), path=tmp_path, cbs=cbs)
-        learn.fit_one_cycle(1, slice(1e-3,1e-2))
-        before = deepcopy(snapshot(learn))
-        if search:
-            learn.lr_find(num_it=20, show_plot=False)
-            for k in 'params','buffers','opt': assert rel(snapshot(learn)[k], before[k])[0]==0, k
-        hypers,learn.spy.steps = deepcopy(learn.opt.hypers),[]
-        learn.fit_one_cycle(1)
-        return learn,hypers
-    _,plain = train(True, bs=32)   # fastai leaves the learner's own rate and the momentum that was last
-    with accumulation(4) if how=='patch' else nullcontext():
-        (a,hypers),(b,_) = (train(o, AccumulateStep(4) if how=='callback' else None) for o in (True,False))
-    assert hypers==plain
-    assert_same(a, b, tol=0)
-
 def test_in_a_fit(tmp_path):
     "`fit` keeps the epochs that it was asked for, and `lr_find` gets as many as it needs"
     def epochs(n, num_it, bs, cbs=None):

@@ -210,8 +210,8 @@ def test_a_trial_leaves_nothing_open(k, stop, mode, device, capsys, monkeypatch)
     learn.fit(1)
     before = now()
     if stop:
-        def interrupt(cb): raise KeyboardInterrupt   # between the forward pass and the loss
-        with pytest.raises(KeyboardInterrupt),learn.added_cbs(Callback(after_pred=interrupt)): trials[k](learn)
+        interrupt = raising(KeyboardInterrupt, 'after_pred')   # between the forward pass and the loss
+        with pytest.raises(KeyboardInterrupt),learn.added_cbs(interrupt): trials[k](learn)
     else: trials[k](learn)
     let_go(learn)
     assert now()==before

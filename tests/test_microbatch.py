@@ -1,30 +1,17 @@
 "Batches in slices against whole batches; test_slices.py has how they are cut and joined, and when memory runs out"
 import pytest
-from contextlib import nullcontext
 from weakref import WeakKeyDictionary
 from nets import *
 from kinds import Odd
 
 modes = each(coupled=[False,True])
 ways = {}, dict(coupled=True), dict(exact=True)
-def whole(cbs, n=76, bs=32, **kwargs): return same(cbs, bs, bs, n, **{**one_group, **kwargs})
 def odd(f, **kwargs): return Odd(f, m=small_model(), **kwargs)
 
 @each(10, coupled=[False,True], drop_last=[False,True], n=[64,76,75,40], bs=[1,5,8,31,32,100])
 @pytest.mark.filterwarnings('ignore:MicroBatch.*no batch of the training')
 def test_same_as_the_whole_batch(coupled, drop_last, n, bs):
     whole(lambda: MicroBatch(bs, coupled=coupled), n, drop_last=drop_last)
-
-@modes
-def test_windows_of_cut_batches(coupled):
-    "Beside an `AccumulateStep`, in either order, and by `accumulation`"
-    def cut(): return MicroBatch(3, coupled=coupled)
-    def fit(learn):
-        with accumulation(4) if learn.dls.train.bs==8 else nullcontext(): learn.fit(2)
-    same(lambda: [AccumulateStep(4), cut()])
-    same(lambda: [cut(), AccumulateStep(n_samples=32)])
-    whole(lambda: [AccumulateStep(1), cut()])
-    same(cut, fit=fit)
 
 logs = WeakKeyDictionary()   # not held by the models: what they hold counts a batch once, however it is cut
 

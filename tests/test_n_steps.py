@@ -1,37 +1,18 @@
-"`learn.n_steps` says before a fit how many steps the optimizer will make"
+"`learn.n_steps` says before a fit how many steps the optimizer will make; `test_windows` compares it with many fits"
 from nets import *
 from fastai_accum import processes as module
 
-ways = dict(none=list, four=lambda: AccumulateStep(4), one=lambda: AccumulateStep(1),
-            samples=lambda: AccumulateStep(n_samples=20), schedule=lambda: AccumulateStep(grows),
-            dropped=lambda: AccumulateStep(4, drop_last=True),
-            scheduled_samples=lambda: AccumulateStep(n_samples=lambda pct: 8*grows(pct)),
-            cut=lambda: MicroBatch(3), both=lambda: [AccumulateStep(4), MicroBatch(3)])
-
-@each(way=ways, drop_last=[False,True])
-def test_it_is_what_the_fit_makes(way, drop_last):
-    learn = make_learner(make_dls(76, 8, drop_last=drop_last), cbs=ways[way]())
-    n = learn.n_steps(3)
-    learn.fit(3, cbs=NoValid())
-    assert n==len(learn.spy.steps)>0
-
-def test_a_later_start():
-    "With `start_epoch=2`, the difference"
-    learn = make_learner(make_dls(76, 8), cbs=AccumulateStep(4))
-    n = learn.n_steps(5)-learn.n_steps(2)
-    learn.fit(5, start_epoch=2)
-    assert n==len(learn.spy.steps)>0
-
 def test_accumulation_for_every_learner():
     "What is turned on counts, unless the learner has an `AccumulateStep` of its own, even one that is off"
-    plain,own,off = (make_learner(make_dls(64, 8), cbs=cb) for cb in (None, AccumulateStep(2), AccumulateStep(2)))
+    cbs = None,AccumulateStep(2),AccumulateStep(2),MicroBatch(3)
+    plain,own,off,cut = (make_learner(make_dls(64, 8), cbs=cb) for cb in cbs)
     off.accumulate_step.run = False
     with accumulation(4):
-        for o,n in (plain,2),(own,4),(off,8):
+        for o,n in (plain,2),(own,4),(off,8),(cut,2):
             assert o.n_steps()==n
             o.fit(1)
             assert len(o.spy.steps)==n
-    assert plain.n_steps()==8
+    assert plain.n_steps()==cut.n_steps()==8
 
 four = AccumulateStep(4)
 @each(case=[

@@ -65,14 +65,6 @@ def test_parameters_stay(device):
     with moved() as ts, Host(model).hooks(x): model(x)
     assert ts and not dict(ts).keys() & {address(o) for o in (*model.parameters(), *model.buffers(), x)}
 
-def test_changed_in_place(device):
-    "What stays and is changed before the backward pass is an error, as without"
-    big = nn.Linear(64,64).to(device)
-    for how in (nullcontext, Host(big).hooks):
-        with how(): y = big(torch.randn(8,64).to(device).requires_grad_()).sum()
-        with torch.no_grad(): big.weight.add_(1)
-        with pytest.raises(RuntimeError, match='modified by an inplace operation'): y.backward()
-
 def test_twice(device):
     "A graph that is gone through twice, and a gradient of a gradient"
     m = nn.Sequential(nn.Linear(64,64), nn.Tanh(), nn.Linear(64,1)).to(device)

@@ -5,7 +5,7 @@ import gc,pickle,matplotlib
 from nets import *
 from fastai_accum.all import *
 from kinds import Odd
-import test_endings,test_grid,test_lr_find,test_schedules
+import test_endings,test_lr_find,test_windows
 from test_exact import PictureNet,images,of_pictures
 matplotlib.use('Agg')
 SECOND = GPU.replace('0', '1')
@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.parametrize('device', [GPU], indirect=True), pytest.ma
 
 # ---- cases of the other files
 
-@each(case=[('adam','one_cycle','tail_smaller'), ('torch_adamw','fine_tune','n_samples')])
-def test_grid_of_the_promise(case): test_grid.check(*case)
+@each(case=[('adam', 'twice', 8, 76, dict(n_step=4)), ('torch_adamw', 'fine_tune', 24, 200, dict(n_samples=64))])
+def test_windows_on_a_device(case): test_windows.check(*case)
 
 def test_lr_find_curve_and_turn_on_accumulation(tmp_path): test_lr_find.curve('n_samples', 'patch', tmp_path)
 
@@ -37,7 +37,7 @@ def test_slices(kw):
 
 def test_windows_on_a_schedule(monkeypatch):
     "As on the CPU"
-    def train(): return test_schedules.ours(76, AccumulateStep(n_samples=lambda pct: 8*grows(pct), drop_last=True))[0]
+    def train(): return test_windows.ours(76, AccumulateStep(n_samples=lambda pct: 8*grows(pct), drop_last=True))[0]
     a = train()
     monkeypatch.setattr(here, 'device', torch.device('cpu'))
     b = train()

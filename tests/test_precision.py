@@ -61,8 +61,7 @@ def unfreezes(at, event):
     def f(cb):
         if cb.training and cb.epoch==0 and cb.micro.i==at: cb.learn.unfreeze()
     return Callback(**{event:f})
-def leaves_out(cb):
-    if cb.training and cb.micro.i in (1,7): raise CancelBatchException
+def leaves_out(event): return lambda: raising(CancelBatchException, event, lambda cb: cb.micro.i in (1,7))
 
 alike = dict(
     tail     = dict(),
@@ -73,8 +72,8 @@ alike = dict(
     loss     = dict(loss=learned, acc=dict(weight=lambda p, y: by_class.weight[y].sum())),
     unfreeze = dict(cbs=lambda: unfreezes(2, 'before_batch'), frozen=True),
     at_end   = dict(cbs=lambda: unfreezes(3, 'after_batch'), frozen=True),
-    left_out = dict(cbs=lambda: Callback(after_loss=leaves_out)),
-    cancels  = dict(cbs=lambda: Callback(after_backward=leaves_out)))
+    left_out = dict(cbs=leaves_out('after_loss')),
+    cancels  = dict(cbs=leaves_out('after_backward')))
 
 @each(name=alike)
 def test_exact_where_nothing_is_low(name):

@@ -7,7 +7,7 @@ from harness import *
 from fastai.text.models.awdlstm import AWD_LSTM
 from fastai_accum.private import (
     SyncBatchNormFunction,TorchDispatchMode,attention,change_hidden,compiled_in_place,default_arguments,dispatch_modes,
-    function_modes,grad_hook_dicts,hook_dicts,in_vmap,is_compiled,mps_generator,no_modes,own_backward,
+    function_modes,grad_hook_dicts,hook_dicts,is_compiled,mps_generator,no_modes,own_backward,
     push_dispatch_mode,push_function_mode,train_metrics,uncompiled,with_events)
 from torch.overrides import TorchFunctionMode
 
@@ -60,11 +60,6 @@ def test_modes():
     n = ops.n
     torch.ones(2)
     assert ops.n==n>0 and torch.Tensor.add in calls.seen
-
-def test_in_vmap():
-    seen = []
-    torch.vmap(lambda x: seen.append(in_vmap()) or x)(torch.zeros(2))
-    assert seen==[True] and not in_vmap()
 
 def test_default_arguments():
     assert default_arguments(torch.ops.aten.native_dropout.default).keys()=={'input','p','train'}

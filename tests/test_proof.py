@@ -1,7 +1,6 @@
 """Before its first step, a learner tries on copies whether it trains as the whole batch does.
 
-A model that looks at the batch is refused, an ordinary one is proved, and nothing of the learner moves. test_kinds has
-the models that were silently wrong once."""
+An ordinary model is proved, and nothing of the learner moves. test_kinds has the models that are refused."""
 import gc,re,signal,sys,threading,time,warnings,weakref
 from nets import *
 from kinds import Odd
@@ -11,7 +10,6 @@ from fastai_accum.proof import dry as the_record
 from fastai.callback.hook import Hook
 from fastai_accum.proof.dry import Dry,planning
 from fastai_accum.slices import Refused
-from torch.utils.checkpoint import checkpoint
 
 images = torch.randn(20,3,16,16, generator=torch.Generator().manual_seed(0))
 
@@ -60,30 +58,13 @@ def test_a_hook_that_knows_the_learner():
     def epoch(): return learn.epoch
     def hook(m, xs, out): epoch(); return out-out.mean(0)
     learn.model[1].register_forward_hook(hook)
-    with pytest.raises(Refused, match='is not possible'): learn.fit(1)
+    refused(learn, 'is not possible', Refused)
 
 @each(k=ways, n=[2,3])
 def test_few_samples(k, n):
     m = net()
     learner(m, ways[k](m), n=n, bs=n).fit(1)
 
-def center(m, x): return x-x.mean(0)
-def moves(m, x):
-    "Changes its weight, so a second run finds another one"
-    m.w.data += .1
-    return x*m.w.detach().clone()
-def keeps_size(m, x): m.bs = float(len(x)); return x
-def rare(m, x):
-    "One mask in fifty hides a row: the trial makes that frequent"
-    keep = (torch.rand(len(x), device=x.device)>.02).to(x)
-    return x*keep[:,None,None,None] + (1-keep).sum()
-def checkpoints_itself(reentrant):
-    "By PyTorch's function, in one of its two variants"
-    def f(m, x):
-        x = checkpoint(m.block, x.requires_grad_() if reentrant else x, use_reentrant=reentrant)
-        return m.lin(x.flatten(1))
-    torch.manual_seed(2)
-    return Odd(f, block=nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.BatchNorm2d(4), nn.ReLU()), lin=nn.Linear(196, 3))
 class Backward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, w): return w.clone()
@@ -92,37 +73,11 @@ class Backward(torch.autograd.Function):
 class Large(nn.Linear):
     def forward(self, x): return F.linear(x, Backward.apply(self.weight), self.bias)
 
-refusals = dict(   # also where slices wait at norms, and the model runs for a plan before
-    center=(lambda: net(Odd(center)), 'exact', "It begins in the Odd '1'"),
-    center_coupled=(lambda: net(Odd(center)), 'coupled', "is not possible.*the Odd '1'.*OffloadActivations"),
-    moves=(lambda: net(Odd(moves, w=nn.Parameter(torch.ones(())))), 'checkpointing',
-           'is not possible.*OffloadActivations'),
-    branches=(lambda: nn.Sequential(Odd(lambda m, x: center(m, x) if x.abs().max()>8 else x), *net()),
-              'exact', "It begins in the Odd '0'"),   # before the norm it takes another way if a value is large
-    size=(lambda: net(Odd(keeps_size)), 'exact', 'model.1.bs .*take a local variable'),
-    recomputes=(lambda: net(Odd(center, gradient_checkpointing=True)), 'exact',   # as the models of transformers say it
-                r'call gradient_checkpointing_disable\(\) first'),
-    rare=(lambda: net(Odd(rare)), 'exact', 'exact=True'),
-    # with the number of samples that trains, which the trial on a few does not see; test_look has more
-    ghost=(lambda: net(Odd(lambda m, x: torch.cat(list(map(m.bn, x.split(4)))), bn=nn.BatchNorm2d(4))),
-           'exact', 'exact=True is not possible'),
-    reentrant=(lambda: checkpoints_itself(True), 'exact', 'exact=True is not possible'),
-    not_reentrant=(lambda: checkpoints_itself(False), 'exact', 'exact=True is not possible'),
-    large=(lambda: nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.Flatten(), Large(196, 8), nn.Linear(8, 3)), 'coupled',
-           "the gradient.*It begins in the Large '2'"))
-
-@pytest.mark.parametrize('k', refusals)
-def test_refused_before_anything_moves(k, monkeypatch):
-    "The refusal says where it begins and what to do. Large weights are compared for one batch"
-    make,way,says = refusals[k]
-    if k=='large': monkeypatch.setattr(the_record, '_large', 100)   # all but those of the small layers
-    m = make()
-    cb = GradientCheckpointing([m[1]]) if way=='checkpointing' else ways[way](m)
-    learn,was = learner(m, cb),deepcopy(m.state_dict())
-    with pytest.raises(Refused, match=says): learn.fit(1)
-    assert identical(was, m.state_dict()) and all(p.grad is None for p in m.parameters())
-    learn.remove_cb(cb)
-    learn.fit(1)
+def test_large_weights_are_compared_for_one_batch(monkeypatch):
+    monkeypatch.setattr(the_record, '_large', 100)   # all but those of the small layers
+    m = nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.Flatten(), Large(196, 8), nn.Linear(8, 3))
+    refused(learner(m, MicroBatch(3, coupled=True)), "the gradient.*It begins in the Large '2'", Refused)
+    assert all(p.grad is None for p in m.parameters())
 
 @each(k=ways)
 def test_nothing_is_disturbed(k):

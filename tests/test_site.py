@@ -79,6 +79,10 @@ def js(page, expression, arg=None):
     "The value of an expression that may use `arg` and `HELPERS`"
     return page.evaluate(f'arg => {{ {HELPERS}\nreturn {expression} }}', arg)
 
+def until(page, expression, arg=None):
+    "Wait until such an expression is true, as long as the machine needs"
+    page.wait_for_function(f'arg => {{ {HELPERS}\nreturn {expression} }}', arg=arg)
+
 # The checks below look at the page that the browser shows, and return what is wrong with it.
 
 def unrendered(page):
@@ -315,11 +319,9 @@ def test_readers_stop_where_developers_begin(page, root):
     page.show('know/check.html')
     names = js(page, "all('#TOC a').map(o => o.innerText)")
     assert 'What it says' in names and not {'remedy','Cause','How it works'}&{*names}
-    is_open = lambda: js(page, "document.querySelector('details.developers').open")
-    assert not is_open()
+    assert not js(page, "document.querySelector('details.developers').open")
     page.show('know/check.html#remedy')
-    page.wait_for_timeout(300)
-    assert is_open()
+    until(page, "document.querySelector('details.developers').open")
 
 @on_site
 @pytest.mark.parametrize('path,height', [('index.html',844), ('know/bench.html',400)])
@@ -327,10 +329,8 @@ def test_menu_on_a_phone(path, height, page, root):
     "It begins with its first entry, below the bar, and scrolls to its last"
     page.show(path, height)
     page.click('.quarto-btn-toggle')
-    page.wait_for_timeout(500)   # it slides in
-    is_seen = lambda i: js(page, "seen(all('#quarto-sidebar .sidebar-link').at(arg))", i)
-    assert is_seen(0)
+    is_seen = "seen(all('#quarto-sidebar .sidebar-link').at(arg))"
+    until(page, is_seen, 0)   # it slides in
     page.hover('#quarto-sidebar .sidebar-link >> nth=0')
     page.mouse.wheel(0, 5000)
-    page.wait_for_timeout(300)
-    assert is_seen(-1)
+    until(page, is_seen, -1)

@@ -6,8 +6,8 @@ Docs: https://fastai-accum.github.io/fastai_accum/know/bench.html.md"""
 
 # %% auto #0
 __all__ = ['marks', 'learner_state', 'own_opt', 'unchanged', 'keep_off', 'Given', 'train_on', 'first_batches', 'stream', 'said',
-           'spread', 'run_as_it_is', 'Step', 'kept_by', 'Early', 'stays_off', 'Bench', 'few', 'whole_batches', 'loaded',
-           'first_error', 'shown', 'shown_once']
+           'spread', 'Step', 'kept_by', 'Early', 'stays_off', 'Bench', 'few', 'whole_batches', 'loaded', 'first_error',
+           'shown', 'shown_once']
 
 # %% ../../nbs/know/bench.ipynb #4254ae8c
 import builtins,io,sys
@@ -21,13 +21,14 @@ from ..core import AccumulateStep,added
 from ..devices import Autocast,has_float64,is_out_of_memory
 from ..loop import leaves_of
 from ..microbatch import MicroBatch
-from ..modes import AtNorms,Coins,InDouble,but_order,by_itself,double,middle,modes_stay,quiet
-from ..private import grad_hook_dicts,own_backward,plain_backward,split_batch,uncompiled
+from ..modes import AtNorms,Coins,InDouble,by_itself,double,middle,modes_stay
+from ..private import grad_hook_dicts,norms,own_backward,plain_backward,uncompiled
+from ..proof.compare import only_forward
 from ..proof.guard import corner
 from ..proof.dry import Record,off,plain_loss,sketch
 from ..slices import is_array,is_floating,join_batches,leaves,samples,slices,tree_map
 from ..state import State,arrays,everybodys,generators,held,items,lent,reach,refuse_lazy,seed as seed_all,with_memory
-from ..windows import batch_size,n_of
+from ..windows import batch_size,made_of,n_of
 
 # %% ../../nbs/know/bench.ipynb #daea15c7
 def learner_state(learn, copies=True)->State:
@@ -118,13 +119,6 @@ def spread(b, n):
     return samples(b, [high,*low])
 
 # %% ../../nbs/know/bench.ipynb #039f6810
-def run_as_it_is(learn):
-    "Let the model run once in its own precision: tables that functions keep are then not in float64 after the check"
-    state = learner_state(learn, copies=False)
-    with suppress(Exception),state.untouched(torch.clone),quiet(False),torch.no_grad():   # it comes again
-        split_batch(learn, slices(first_batches(learn.dls.train, 1)[0], 4)[0])
-        learn.model.train()(*learn.xb)
-
 class Step(Callback):
     "Makes a step with what is `on`, and keeps what it leaves in the `record`"
     order = 10_001   # after augmentations, which draw for themselves
@@ -132,7 +126,7 @@ class Step(Callback):
     def __init__(self, record, on, seed, known): store_attr()
     def call(self, f, *args, **kwargs):
         norms = nullcontext() if 'batch norm' in self.on else AtNorms(by_itself)
-        draws = nullcontext() if 'dropout' in self.on else Coins(but_order if 'masks' in self.on else middle)
+        draws = nullcontext() if 'dropout' in self.on else Coins(middle)
         with norms,draws: return f(*args, **kwargs)
     def before_fit(self):
         learn,record = self.learn,self.record
@@ -141,10 +135,10 @@ class Step(Callback):
         vars(learn)[own_backward] = partial(self.call, own)
         record.loss = learn.loss_func   # a callback may have set it
         if 'loss' not in self.on: learn.loss_func = plain_loss
-        self.own = {id(p) for p in self.model.parameters()}
+        self.own,self.start = {id(p) for p in self.model.parameters()},self.sizes()
     def before_batch(self):
         self.record.is_open = True
-        self.seed += 'dropout' in self.on or 'masks' in self.on
+        self.seed += 'dropout' in self.on
         self.drawn = State(generators=everybodys(self.model))
         seed_all(self.drawn.generators, self.seed)
         if hasattr(self.model, 'reset'): self.model.reset()
@@ -159,7 +153,9 @@ class Step(Callback):
             if not lasts or id(p) in self.own or id(p) in seen: continue
             seen[id(p)] = p,p.grad   # in the order in which they are met
             p.grad = None
+    def sizes(self): return norms(list(self.model.parameters()))
     def before_step(self):
+        self.record.moved = not torch.equal(self.start, self.sizes())
         self.record.stepped()
         self.record.grads[-1].update(self.record.others)
         if not self.record.grads[-1]: raise CancelStepException
@@ -168,6 +164,7 @@ class Step(Callback):
     def after_batch(self):
         now = self.kept()
         self.record.holds = {k:v for k,v in now.items() if k not in self.before or off(v, self.before[k])}
+        self.record.holds |= {('the optimizer',i):sketch(h['lr']) for i,h in enumerate(self.learn.opt.hypers)}
     def kept(self): return {(o,k):v for o in self.on if isinstance(o, Callback) for k,v in kept_by(o).items()}
     def after_train(self): raise CancelFitException
 
@@ -234,6 +231,8 @@ class Bench:
         self.batches = self.drawn(n+1, at=self.places) if self.places else self.drawn(n)
         if not self.batches: raise ValueError("check_accumulation: the loader yields no batch")
         self.ns = [n_of(learn, b) for b in self.batches]
+        with suppress(Exception):   # tables that functions keep are then not in float64 after the check
+            only_forward(self.model, [made_of(learn, slices(self.batches[0], 4)[0])[1]])
         bs = getattr(self.cut, 'bs', 'auto')
         self.yours = loaded if bs=='auto' else min(bs, loaded or bs)
         if bs!='auto' and not self.acc and bs>=(loaded or math.inf):   # it cuts nothing
@@ -342,7 +341,7 @@ def run(self:Bench, way, on, seed=0):
         learn.add_cbs([Early(seen, self.late), Step(seen, on, seed, self.known), *cbs])
         seed_all(everybodys(self.model), seed)
         try:
-            with seen.listening(),modes_stay(),InDouble(): fit(learn, 100 if self.late else 1, 0.)
+            with seen.listening(),modes_stay(),InDouble(): fit(learn, 100 if self.late else 1)
         finally:
             for p,g in seen.elsewhere.values(): p.grad = g
     if way is self.whole: self.runs[key] = seen   # others do not come again
@@ -356,21 +355,30 @@ def _rows(pred, *_): return next((len(x) for _,x in leaves(pred) if x.ndim), 1)
 def error(self:Bench, on, way=None):
     "The error of a step in the learner's own micro-batches, or in another `way`"
     # the proof looks at the draws of other ways
-    draws = not way and not self.late and any(o in ('dropout','masks') or isinstance(o, Callback) for o in on)
+    draws = not way and not self.late and any(o=='dropout' or isinstance(o, Callback) for o in on)
     for seed in range(3 if draws else 1):
         self.seen = [self.run(w, on, seed) for w in (way or self.windows,self.whole)]
         part,whole = (first(o.grads) or {} for o in self.seen)   # `{}` if nobody has called the optimizer
         both = {**part,**whole}   # no gradient counts as 0
         def flat(grads): return torch.cat([grads.get(k, (0,0*x))[1] for k,(_,x) in both.items()])
-        if not self.seen[1].grads:
-            raise ValueError("check_accumulation: a callback cancels the step, or the batch. If it accumulates by itself, "
-                             "as recipes of forums do, remove it")
         if not whole or not 0<flat(whole).norm()<math.inf:
+            if who := self.blamed(on):
+                raise ValueError(f"check_accumulation: {who} leaves no gradient for the learner's step: it cancels the step, "
+                                 "or steps or clears gradients by itself, as recipes of forums do. Remove it, since the "
+                                 "weights must not move before the window ends")
             raise ValueError("check_accumulation: the gradient of the samples is zero or not finite. Maybe the loss "
                              "ignores all their labels: load others. Maybe it does not depend on the model. Maybe the step "
                              "is over, since hooks make it in the backward pass: let `opt_func` make it")
         if (err := off(((),flat(part)), ((),flat(whole))))>self.tol: break
     return err
+
+@patch
+def blamed(self:Bench, on):
+    "The name of the callback without which the step has a gradient, or `None`"
+    for o in [k for k in on if isinstance(k, Callback)]:
+        with suppress(Exception):   # such as that of what needs `o`
+            grads = self.run(self.whole, [k for k in on if k is not o]).grads
+            if grads and any(x.norm()>0 for _,x in grads[0].values()): return type(o).__name__
 
 # %% ../../nbs/know/bench.ipynb #chk00007
 def first_error(bench):

@@ -14,14 +14,14 @@ from html import escape
 from typing import NamedTuple
 from fastai.basics import *
 from ..devices import is_out_of_memory
-from .bench import Bench,first_error,run_as_it_is,said,shown,shown_once,stays_off,stream
+from .bench import Bench,first_error,said,shown,shown_once,stays_off,stream
 from ..memory.checkpointing import GradientCheckpointing
 from ..microbatch import MicroBatch
 from ..modes import eager,quiet
 from ..private import grad_hook_dicts,split_batch
 from ..proof.guard import Status,guard
 from ..proof.dry import first_unlike,off
-from ..refusals import NotProved,as_line,check_count,check_loader,named,norm_costs,whole_lines
+from ..refusals import NotProved,as_line,as_list,check_count,check_loader,named,norm_costs,whole_lines
 from ..slices import Refused
 from ..state import refuse_lazy
 
@@ -33,7 +33,7 @@ def amount(err):
 
 class Cause(NamedTuple):
     "One cause of a difference"
-    kind:str     # 'batch norm', 'dropout', 'loss', 'backward', 'augmentation', 'callback', 'needless callback' or 'unknown'
+    kind:str     # 'batch norm', 'dropout', 'loss', 'backward', 'augmentation', a kind of callback or 'unknown'
     where:str    # Where it begins: the name of a module, of the loss or of the callback
     error:float  # Relative error of the gradient with this cause; the other causes are off
     remedy:str   # What to write, one a line
@@ -51,7 +51,7 @@ class Check(NamedTuple):
 
     def __repr__(self):
         rows = [o for c in self.causes for o in (f'{c.kind}: {amount(c.error)} at {c.at}',
-                                                 *(f'  -> {r}' for r in c.remedy.splitlines()))]
+                                                 *as_list(c.remedy.splitlines()))]
         return '\n'.join([self.title, *rows, self.compared])
 
     _ipython_display_ = shown_once
@@ -59,7 +59,8 @@ class Check(NamedTuple):
     def _repr_html_(self):
         "The same as a table"
         def code(o):
-            o = re.sub('`(.*?)`', r'<code>\1</code>', escape(o).replace('\n', '<br>'))
+            o = re.sub('(?m) (`[^`]*`)$', r'\n\1', escape(o))
+            o = re.sub('`(.*?)`', r'<code>\1</code>', o.replace('\n', '<br>'))
             return re.sub(r'https://[^ <)]+', r'<a href="\g<0>">measured</a>', o)
         rows = [(escape(o.kind), escape(o.at), amount(o.error), code(o.remedy)) for o in self.causes]
         df = pd.DataFrame(rows, columns=['cause','where','error','what to write'])
@@ -81,15 +82,15 @@ def causes(bench, known=()):
         is_cause = err>bench.tol and abs(err-rest)>1e-6*rest
         # a module that mixes samples hides the loss
         if k=='loss' and is_cause: is_cause = bench.error(on)<=bench.tol
-        # and one that draws whom it mixes is no dropout
-        if k=='dropout' and is_cause and rest>bench.tol:
-            is_cause = abs(bench.error([*on, 'masks'])-rest)>1e-6*rest
         if is_cause: found[k] = err,[*on, k]
         else: on,rest = [*on, k],err
     bench.on = on if rest<=bench.tol else None
     if rest>bench.tol: found['unknown'] = rest,on
     bench.ways = ('exact','coupled') if {'batch norm','dropout'} & {*found} else ('coupled','exact')
-    return [explained(bench, k, *found[k]) for k in [*bench.all,'unknown'] if k in found]
+    found = [explained(bench, k, *found[k]) for k in [*bench.all,'unknown'] if k in found]
+    mixers = {o.where for o in found if o.kind=='unknown'}
+    # one that draws whom it mixes is no dropout
+    return [o for o in found if o.kind!='dropout' or o.where not in mixers]
 
 def _named(f): return getattr(f, '__name__', type(f).__name__)
 
@@ -128,15 +129,13 @@ def who_computes(bench):
 
 def kind_of(bench, k, on):
     "The kind of the callback `k`, the last of `on`: a needless one changes neither the large batch, nor what the model gets"
-    def both(way, seed): return [bench.run(way, o, seed) for o in (on,on[:-1])]
-    def same_grads(seed):
-        a,b = ([g for _,g in first(o.grads).values()] for o in both(bench.whole, seed))
-        return len(a)==len(b) and all(map(torch.equal, a, b))
-    def same_inputs(seed):
-        a,b = (o.given for o in both(bench.windows, seed))
-        return a.keys()==b.keys() and all(map(np.array_equal, a.values(), b.values()))
+    def seen(o, seed):
+        grads = {k:g for k,(_,g) in first(bench.run(bench.whole, o, seed).grads).items()}
+        return grads | bench.run(bench.windows, o, seed).given
+    def same(a, b): return a.keys()==b.keys() and all(map(np.array_equal, a.values(), b.values()))
     # it may act at random
-    if all(same_grads(i) and same_inputs(i) for i in range(3)): return 'needless callback'
+    if all(same(seen(on, i), seen(on[:-1], i)) for i in range(3)): return 'needless callback'
+    if bench.run(bench.windows, on).moved: return 'early step'
     return 'augmentation' if hasattr(type(k), 'before_batch') or 'before_batch' in vars(k) else 'callback'
 
 # %% ../../nbs/know/check.ipynb #c4000007
@@ -147,6 +146,7 @@ _advice = {
                  '`average=False` for a sum',
     'backward':  'in your `_backward`, add to the gradients that are there, and only what belongs to loss_grad',
     'callback':  'let it act in `before_step`, where the gradient is that of the window',
+    'early step':'let it step in `before_step`: it moves the weights before the window ends',
     'needless callback':'remove it: with the large batch it changes nothing',
     'unknown':   'rewrite the module so that it computes each sample by itself'}
 
@@ -171,7 +171,7 @@ def remedy(bench, kind, on):
         except Exception: pass   # whatever the learner's own code raises, there is other advice
     whole = whole_lines(bench.cbs, bench.loaded, saves, cut) if saves or cut else []
     advice = [v for k,v in _advice.items() if k==kind]
-    lines = advice+whole if kind in ('callback','loss') else whole+advice
+    lines = advice+whole if kind in ('callback','early step','loss') else whole+advice
     if not whole and (kind=='unknown' or not lines):
         lines.append('keep the large batch in memory'+', with `learn.offload_activations()`'*(not bench.savers))
     return '\n'.join(lines)
@@ -217,9 +217,9 @@ def look_late(bench):
     return 0.,[]
 
 def holders(a, b, tol=1e-6):
-    "The callbacks that hold something else after the step of the record `a` than after that of `b`"
+    "Who holds something else after the step of the record `a` than after that of `b`"
     keys = [k for k in {**a.holds, **b.holds} if off(a.holds.get(k), b.holds.get(k))>tol]
-    return list(dict.fromkeys(type(cb).__name__ for cb,_ in keys))
+    return list(dict.fromkeys(o if isinstance(o, str) else type(o).__name__ for o,_ in keys))
 
 # %% ../../nbs/know/check.ipynb #c1000012
 def answer(bench, err, causes):
@@ -269,8 +269,8 @@ def check_accumulation(self:Learner,
     status.say('The gradients are compared')
     res = None
     try:
-        run_as_it_is(self)
-        with quiet(),eager(self.model): res = checked(Bench(self, bs, status))
+        with quiet(False): bench = Bench(self, bs, status)
+        with quiet(),eager(self.model): res = checked(bench)
     except Exception as e:
         if not is_out_of_memory(e) or bs<8:
             if not isinstance(e, Refused) and 'check_accumulation' not in str(e): e.add_note(_raised)

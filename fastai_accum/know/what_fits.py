@@ -19,7 +19,7 @@ from ..memory.checkpointing import GradientCheckpointing
 from ..memory.offload import OffloadActivations,Room,n_bytes
 from ..microbatch import MicroBatch
 from ..proof.guard import Status
-from ..refusals import NotProved,as_line,check_loader,named,splits_norms
+from ..refusals import NotProved,as_line,as_list,check_loader,named,splits_norms
 from ..slices import leaves
 from ..windows import n_of
 
@@ -221,13 +221,14 @@ class Fits(NamedTuple):
     note:str   # What was measured, and what was left out
 
     best = property(lambda o: best_of(o.ways))   # `None` if nothing fits
+    line = property(lambda o: o.best.line if o.best else '')   # what to write
 
     @property
     def title(self):
         "The suggestion, or what to do without one"
         best,budget = self.best,as_text(self.budget)
         if best:
-            what = f'`{best.line}` fits' if best.line else 'It fits as it is'
+            what = 'With this line, it fits' if best.line else 'It fits as it is'
             keeps = 'the same training' if best.is_same else best.changes
             return f'{what}: {as_text(best.peak)} of {budget}{best.in_ram}, {keeps}'
         said = f'Nothing that was tried fits in {budget}'
@@ -247,13 +248,15 @@ class Fits(NamedTuple):
         return pd.DataFrame(map(row, self.ways), columns=['line','peak memory','fits','time','what changes'])
 
     def __repr__(self):
-        return f'{self.title}\n\n{self.table.to_string(index=False)}\n\n{self.note}'
+        lines = as_list([self.line]*bool(self.line))
+        return '\n'.join([self.title, *lines, f'\n{self.table.to_string(index=False)}\n', self.note])
 
     _ipython_display_ = shown_once
 
     def _repr_markdown_(self):
         "The same, as a notebook shows it"
-        return f'**{self.title}**\n\n{self.table.to_html(index=False, border=0)}\n\n{self.note}'
+        line = f'`{self.line}`\n\n'*bool(self.line)
+        return f'**{self.title}**\n\n{line}{self.table.to_html(index=False, border=0)}\n\n{self.note}'
 
 # %% ../../nbs/know/what_fits.ipynb #a397865c
 @patch
