@@ -148,7 +148,7 @@ lines = {'':lambda: [], 'learn.gradient_checkpointing()':lambda: [GradientCheckp
 
 def limits(most=1024):
     "The largest batch that trains with each line on a smaller card, and its time for a sample"
-    for card,net in itertools.product((.004,.002) if args.dry else (16,8), (resnet_50,small)):
+    for card,net in itertools.product((.002,) if args.dry else (16,8), (resnet_50,small)):
         for line,cbs in lines.items():
             def seconds(n):
                 "For a sample in a later step, or `None` if memory runs out"
@@ -161,7 +161,7 @@ def limits(most=1024):
                 except ValueError as e: print(f'{net}, {line}: refused: {e}')   # as draws in fused attention
             with held_to(int(card*GB), there):
                 found,n,step = {},8,0
-                while n<=(64 if args.dry else most) and (s := seconds(n)): found[n],n = s,2*n
+                while n<=(32 if args.dry else most) and (s := seconds(n)): found[n],n = s,2*n
                 for step in (n//4,n//8):   # of what did not train
                     if not found or n>most: break
                     k = max(found)+step
