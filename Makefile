@@ -41,7 +41,7 @@ test-oldest: ## Every test with the oldest fastai and PyTorch that we support, i
 	$(OLDEST) -m pip install --quiet --disable-pip-version-check -c .github/oldest.txt -e . pytest pytest-xdist hypothesis accelerate build twine 'setuptools>=77'
 	OMP_NUM_THREADS=1 $(OLDEST) -m pytest -n 2 --dist loadfile
 
-sweep: $(READY) ## All endings, all of the grid, and all of whatever `make test` draws a sample of (at night)
+sweep: $(READY) ## All endings, and all of whatever `make test` draws a sample of (at night)
 	SWEEP=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 coverage: $(READY) ## The lines of the package that no test runs, other processes included (at night)

@@ -217,8 +217,8 @@ def splits_norms(learn):
 _noted = WeakSet()   # the learners that have had the note
 
 # of `benchmarks/cifar.py`
-norm_costs = ("do nothing: on CIFAR-10, micro-batches of 8 cost 0.3 points of accuracy, of 4 2.5, and "
-              "`learn.add_cb(BatchNormEval())` 4.2 (https://fastai-accum.github.io/fastai_accum/experiments.html)")
+norm_costs = ("do nothing: on CIFAR-10, micro-batches of 8 cost 0.3 points of accuracy, of 4 cost 2.5, and "
+              "`learn.add_cb(BatchNormEval())` costs 4.2 (https://fastai-accum.github.io/fastai_accum/experiments.html)")
 
 def whole_lines(cbs, bs=None, saves=True, cut=None):
     """Lines for the training of the whole batch, in place of the windows of `cbs` with batches of `bs`; the fast one first

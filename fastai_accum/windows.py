@@ -36,7 +36,8 @@ def samples_in(dl):
 # %% ../nbs/windows.ipynb #642b3e8f
 def made_of(learn, b):
     "The targets and the inputs of batch `b`; of a dictionary or an object, what the learner's own `_split` makes of it"
-    if isinstance(b, (tuple,list,L)) and getattr(type(learn), own_split, plain_split) is plain_split:
+    of_samples = isinstance(b, (list,L)) and getattr(type(learn), own_split, plain_split) is not plain_split
+    if isinstance(b, (tuple,list,L)) and not of_samples:   # such as a list of records
         i = getattr(learn.dls, 'n_inp', max(1, len(b)-1))
         return b[i:],b[:i]
     was = dict(vars(learn))

@@ -355,7 +355,7 @@ rows(ordinary, E, C, to=controls, kw=dict(whole=True, loss=lambda p, y: F.cross_
 
 def centre(h): return h-h.mean(0)
 at_odd,at_batch = "It begins in the Odd 'block.odd'",dict(n=32, bs=32, small=8)
-same_as = lambda k: (k[:,None]==k[None]).double()
+def same_as(k): return (k[:,None]==k[None]).double()
 def by_label(f): return lambda: Odd(lambda m, x, k: m.b(torch.tanh(f(m.a(x), k))), a=nn.Linear(6,8), b=nn.Linear(8,3))
 def words(f): return one(lambda m, x: m.o(torch.tanh(f(m, x))), e=lambda: nn.Embedding(20,6), o=lambda: nn.Linear(6,3))
 def lengths(x): return (x!=1).sum(1)

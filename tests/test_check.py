@@ -368,7 +368,7 @@ def moves_small(cb):
 def lines_of(o): return re.findall('`(learn[.].*?[)])`', o.remedy.partition('do nothing')[0])
 
 advice = {'callback':'let it act in `before_step`, where the gradient is that of the window',
-          'batch norm':'BatchNormEval())` 4.2', 'dropout':'do nothing', 'unknown':'rewrite the module',
+          'batch norm':'BatchNormEval())` costs 4.2', 'dropout':'do nothing', 'unknown':'rewrite the module',
           'loss':'`weight=`, a function (pred, *yb) that returns', 'backward':'add to the gradients that are there'}
 
 @pytest.mark.parametrize('case', cases)
@@ -540,13 +540,15 @@ refusals = dict(
     one=(lambda: learner(bs=1, n=1), 'has 1 sample, and at least 2'),
     nan=(lambda: learner(loss=lambda p,y: (p*math.nan).mean()), 'is zero or not finite'),
     zero=(lambda: learner(loss=lambda p,y: F.cross_entropy(p, y).clamp(max=1e-9)), 'is zero or not finite'),
-    **{k: (lambda k=k, e=e: learner(cbs=Callback(**{k:raises(e)})), 'Callback leaves no gradient .*: it cancels the step')
+    **{k: (lambda k=k, e=e: learner(cbs=Callback(**{k:raises(e)})),
+           'Callback leaves no gradient .*: it cancels the step')
        for k,e in dict(before_step=CancelStepException, after_backward=CancelBatchException).items()},
     **{f'ignored {cb}': (lambda cb=cb: ignored(cb), 'the loss ignores all')
        for cb in (AccumulateStep(2),OffloadActivations(),None)},
     clears=(lambda: in_order(Clears(), AccumulateStep(4)),
             'Clears leaves no gradient .*by itself.*Remove it, since the weights must not move before the window ends'),
-    recipe=(lambda: in_order(Recipe(), AccumulateStep(4)), 'Recipe leaves no gradient .*: it cancels the step.*Remove it'),
+    recipe=(lambda: in_order(Recipe(), AccumulateStep(4)),
+            'Recipe leaves no gradient .*: it cancels the step.*Remove it'),
     fastais=(lambda: learner(cbs=GradientAccumulation(32)), 'remove it with'),
     hooks=(hooked, 'hooks make it in the backward pass'),
     hooks_exact=(lambda: hooked(MicroBatch(4, exact=True)), 'hooks make it in the backward pass'),
