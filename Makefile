@@ -99,7 +99,7 @@ what-fits: $(READY) ## What `learn.what_fits()` says for six learners, with each
 	$(BIN)/nbdev-test --save nbs/howto/out_of_memory.ipynb
 	$(BIN)/nbdev-clean
 
-bench-gpu: $(READY) ## On a machine with a GPU: the tests that wait for one, and every benchmark (an hour)
+bench-gpu: $(READY) ## On a machine with a GPU: the tests that wait for one, and what each way takes there (a quarter of an hour)
 	$(BIN)/python benchmarks/gpu.py
 
 proved: $(READY) ## What the page "What is proved, what is refused" shows, with the optional packages (an hour)
