@@ -237,5 +237,6 @@ def test_nothing_stays_once_memory_has_run_out(cb, when, device, fakegpu):
 @simulated
 def test_the_share_of_a_process(device, fakegpu, monkeypatch):
     monkeypatch.setattr(fakegpu, 'get_per_process_memory_fraction', lambda d: .5, raising=False)
-    room = Room(nn.Linear(2,2).to(device))
-    assert room.free(0)==int(.5*fakegpu.mem_get_info(device)[1])*11//12
+    x = torch.ones(1000, device=device)
+    free = fakegpu.mem_get_info(device)[1]//2-fakegpu.memory_allocated(device)
+    assert x.device==device and free_bytes(device)==free*11//12
