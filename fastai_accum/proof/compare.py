@@ -9,7 +9,6 @@ __all__ = ['Way', 'plainly', 'Trial', 'NotTried', 'Proof', 'compare', 'only_forw
 
 # %% ../../nbs/proof/compare.ipynb #6593d2fe
 from contextlib import suppress
-from functools import cached_property
 from dataclasses import dataclass,field
 from typing import NamedTuple
 from fastai.basics import *
@@ -67,11 +66,8 @@ class Trial:
         forward = partial(self.forward, record, ways)
         contexts = partial(self.contexts, moved, names and record)
         end = partial(self.end, record, math.prod(w.scale for w in ways))
-        self.dry.run(forward, self.batches, contexts, end)
+        Dry(self.model, double=self.double).run(forward, self.batches, contexts, end)
         return record
-
-    @cached_property
-    def dry(self): return Dry(self.model, double=self.double)   # not sooner: caches may be filled first
 
     def contexts(self, moved, listener, w):
         "What a run needs beside `plainly`; `w` is the thread"

@@ -39,7 +39,6 @@ class Dry:
         if self.is_deep: objects = self.find()
         if tensors is None: tensors = [*model.parameters(), *model.buffers(), *arrays(objects)]
         self.objects,self.tensors = objects,with_memory(tensors)
-        self.copies = {}   # new memory takes longer than to copy
 
     def find(self):
         "All that the model and its hooks hold"
@@ -61,13 +60,6 @@ class Dry:
         dtype = in_64(o.dtype) if self.double else o.dtype
         return o.detach().to(dtype, copy=True).requires_grad_(o.requires_grad)
 
-    def of_model(self, o):
-        "A copy of the model's tensor or array `o`, in the memory of that in the last run"
-        if isinstance(o, np.ndarray): return self.copied(o)
-        key = o.data_ptr(),o.shape,o.stride(),o.dtype
-        if key not in self.copies: self.copies[key] = self.copied(o)
-        return self.copies[key].copy_(o)
-
     def run(self,
         forward:Callable, # What to call with each of the `batches`
         batches:list,
@@ -79,7 +71,7 @@ class Dry:
             planning.set(planning.get()+1)   # a thread has its own
             state = State(self.objects, self.tensors, everybodys(self.model), lambda o: None)
             # `deepcopy` raises an error for what nobody can put back, such as a generator
-            with state.untouched(self.of_model, deepcopy if self.is_deep else noop),ExitStack() as stack:
+            with state.untouched(self.copied, deepcopy if self.is_deep else noop),ExitStack() as stack:
                 if self.is_deep: self.alone()
                 for o in modes(w): stack.enter_context(o)
                 for b in batches: seen(forward(*tree_map(self.copied, b)))
