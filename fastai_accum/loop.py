@@ -330,8 +330,6 @@ class Gradients:
         for p in self.unstepped: p.grad = None
         if self.marks()!=self.cleared: self.clear()
 
-    def all(self): return [p.grad for p in (*self.ps,*self.kept) if p.grad is not None]
-
     def clear(self):
         "Clear the gradients of the window"
         self.learn.opt.zero_grad()
@@ -347,7 +345,7 @@ class Gradients:
         return alien,*[p.grad is not None for p in self.ps],*[p in self.kept for p in self.others]
 
     def add_up(self, group, alien, *used):
-        "Add up the gradients over the processes of `group`"
+        "Add up the gradients over the processes of `group`; `used`: how many have each"
         if alien:
             raise Stopped("AccumulateStep: the loss leads to a parameter, and nobody knows which one it is in the "
                           "other processes; let a callback, the loss or the optimizer hold it when an epoch begins")
@@ -355,8 +353,11 @@ class Gradients:
             if n: self.keep(p)
         group.add_up([*self.ps,*self.others], used)
 
-    def give_back(self):
-        "Add what others had before the window to their gradients"
+    def finish(self, factor, group, used):
+        "Multiply by `factor`, add up over the processes of `group`, and add what the others had before the window"
+        gs = [p.grad for p in (*self.ps,*self.kept) if p.grad is not None]
+        if gs and factor!=1: multiply(gs, factor)
+        if used: self.add_up(group, *used)
         for p,g in self.kept.items():
             if g is not None: p.grad = g if p.grad is None else g+p.grad
         self.kept.clear()
@@ -526,7 +527,8 @@ def step(self:Window):
         if self.acc.last_loss is not None: learn.loss = self.acc.last_loss
         return
     self.total = max(weight, divisor/group.n) if self.epoch.averages else 1
-    self.normalise(used)
+    self.factor = (self.scale or self.total)/self.total
+    grads.finish(self.factor, group, used)
     loss = torch.as_tensor(loss/self.total, dtype=learn.loss.dtype, device=learn.loss.device)
     learn.loss = self.acc.last_loss = loss
     events = partial(self.step_events, getattr(learn, with_events))
@@ -539,16 +541,6 @@ def step(self:Window):
             learn('after_cancel_batch')
 
 # %% ../nbs/loop.ipynb #9e3eccf7
-@patch
-def normalise(self:Window, used):
-    "Make the sums of the gradients their means, over all processes; `used`: how many processes have each"
-    grads = self.epoch.grads
-    self.factor = (self.scale or self.total)/self.total
-    gs = grads.all()
-    if gs and self.factor!=1: multiply(gs, self.factor)
-    if used: grads.add_up(self.epoch.group, *used)
-    grads.give_back()
-
 @patch
 def step_events(self:Window, plain, f, event_type, ex, final=noop):
     "Takes the place of `learn._with_events` in `_do_grad_opt`, which finds the backward pass done"
