@@ -283,15 +283,12 @@ def parameters(learn):
 # %% ../nbs/loop.ipynb #grad0003
 def leaves_of(loss):
     "The tensors that a backward pass from `loss` gives a gradient"
-    todo,found = [loss.grad_fn],[]
-    seen = {None,*todo}
+    todo,seen = [loss.grad_fn],{None,loss.grad_fn}
     for f in filter(None, todo):
-        if not f.next_functions and hasattr(f, 'variable'): found.append(f.variable)
         for o,_ in f.next_functions:
-            if o in seen: continue
+            if o not in seen: todo.append(o)
             seen.add(o)
-            todo.append(o)
-    return found
+    return [f.variable for f in filter(None, todo) if not f.next_functions and hasattr(f, 'variable')]
 
 # %% ../nbs/loop.ipynb #grad0007
 def is_other(p): return isinstance(p, nn.Parameter) and p.requires_grad
