@@ -324,8 +324,7 @@ class Gradients:
 
     def begin(self):
         "Clear what is left of gradients; the last step has done it, unless callbacks have gone backward since"
-        for p in self.unstepped: p.grad = None
-        if self.marks()!=self.cleared: self.clear()
+        if any(p.grad is not None for p in self.unstepped) or self.marks()!=self.cleared: self.clear()
 
     def clear(self):
         "Clear the gradients of the window"
