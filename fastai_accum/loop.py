@@ -209,17 +209,14 @@ class Epoch:
         try:
             win = self.slicer.attempt(self, sum_up, batches) if self.slicer else sum_up(batches)
             if self.windows.is_full or not self.windows.drop_last: self.end(i, win)
-            else: self.throw_away(hypers)
+            else:   # undo a tail that is dropped, with the hyper-parameters that schedulers have set for it
+                self.grads.clear()
+                for k in hypers[0]: learn.opt.set_hyper(k, [h[k] for h in hypers])
         except BaseException as e:
             self.grads.clear()
             if 'more than 1 value per channel' in str(e): e.add_note(f"{self.acc}: {_one_sample}")
             raise
         finally: self.acc.window = None
-
-    def throw_away(self, hypers):
-        "Undo a tail that is dropped, with the hyper-parameters that schedulers have set for it"
-        self.grads.clear()
-        for k in hypers[0]: self.learn.opt.set_hyper(k, [h[k] for h in hypers])
 
     def end(self, i, win):
         "Step, count the samples, and run `after_batch`"
