@@ -259,11 +259,10 @@ def train_epoch(self:WindowCallback, learn):
 def _by_micro(learn, epoch):
     "Let progress bars and metrics of the training set count micro-batches, not windows"
     bars = [vars(cb).get('pbar') for cb in learn.cbs if is_a(cb, 'ProgressCallback')]
+    def update(plain, _): plain(epoch.windows.n_drawn)
     with ExitStack() as stack:
         for bar in bars:
-            if bar is None: continue
-            def update(_, plain=bar.update): plain(epoch.windows.n_drawn)
-            stack.enter_context(lent(bar, update=update))
+            if bar is not None: stack.enter_context(lent(bar, update=partial(update, bar.update)))
         if epoch.metrics:
             replacing = contextmanager(replacing_yield)
             stack.enter_context(replacing(learn.recorder, 'train_metrics', False))
@@ -447,7 +446,6 @@ class AtStep(BaseException): "Ends a micro-batch where the optimizer would step"
 def backward(self:Window, f):
     "Add the gradient of the *sum* of this micro-batch's losses"
     learn,epoch = self.learn,self.epoch
-    n = self.micro.n
     divisor,weight = self.weigh()
     loss = learn.loss.detach()
     epoch.grads.find(learn.loss_grad)
@@ -459,7 +457,7 @@ def backward(self:Window, f):
         f()
     elif not self.acc.left_out and loss.isfinite() and loss: warn_left_out(self.acc, loss)
     self.micro.weight = weight
-    self.n_samples += n
+    self.n_samples += self.micro.n
     self.weight += weight
     self.divisor = max(self.divisor, divisor)
 
