@@ -127,9 +127,8 @@ class _On:
         args = arguments(self.acc)
         raise TypeError("turn_on_accumulation: it stays on, so it is no callback and makes no block; write "
                         f"`learn.accumulate({args})` or `with accumulation({args}):`")
-    __enter__ = refuse
+    __enter__ = __exit__ = refuse
     learn = property(noop, refuse)   # which a learner sets in its callbacks
-    def __exit__(self, *exc): pass
 
 # %% ../nbs/core.ipynb #cdb0e41a
 @named

@@ -123,8 +123,7 @@ _methods = dict(AccumulateStep='accumulate', MicroBatch='micro_batch', GradientC
 def arguments(cb, cls=None):
     "The arguments of `cb` that are not the defaults, as one writes them for `cls`, its class or a base"
     pars = inspect.signature((cls or type(cb)).__init__).parameters.values()
-    args = {o.name:getattr(cb, o.name) for o in pars if hasattr(cb, o.name)}
-    args = {o.name:args[o.name] for o in pars if o.name in args and args[o.name]!=o.default}
+    args = {o.name:getattr(cb, o.name) for o in pars if getattr(cb, o.name, o.default)!=o.default}
     # the name of a function
     return ', '.join(f"{k}={getattr(v, '__name__', None) or repr(v)}" for k,v in args.items())
 
