@@ -155,12 +155,10 @@ def turn_off_accumulation():
 class _Block(ContextDecorator):
     "What `accumulation` returns: a context, which warns if it was none"
     used = False
-    def __init__(self, kwargs): self.kwargs = kwargs
+    def __init__(self, args, kwargs): store_attr()
     def __repr__(self): return f'accumulation: for a block only; write `with accumulation({self.args}): learn.fit(1)`'
-    @property
-    def args(self): return arguments(AccumulateStep(**self.kwargs))
     def __call__(self, f): self.used = True; return super().__call__(f)
-    def _recreate_cm(self): return _Block(self.kwargs)   # for each call of a function that it decorates
+    def _recreate_cm(self): return _Block(self.args, self.kwargs)   # for each call of a function that it decorates
     def __enter__(self):
         self.used,self.block = True,SimpleNamespace(kwargs=self.kwargs)
         defaults.accumulation.append(self.block)
@@ -179,8 +177,8 @@ def accumulation(
     Example: `with accumulation(4): learn.fit(1)`. The arguments are those of `AccumulateStep`.
     https://fastai-accum.github.io/fastai_accum/patch.html"""
     kwargs = dict(n_step=n_step, **kwargs)
-    AccumulateStep(**kwargs)   # raises an error for a wrong argument
-    return _Block(kwargs)
+    acc = AccumulateStep(**kwargs)   # raises an error for a wrong argument
+    return _Block(arguments(acc), kwargs)
 
 # %% ../nbs/core.ipynb #d00f882c
 class _OfOneFit(AccumulateStep):
