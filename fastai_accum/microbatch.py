@@ -322,18 +322,17 @@ def retry(self:MicroBatch, learn, run, seen=(), undo=None):
     "`run()`; if memory runs out, `undo` it, and again in smaller slices of the batches in `seen`"
     n = None
     while True:
-        try:
-            res = run()
-            break
+        try: res = run()
         except Exception as e:
             if undo is None or self.n is None or not is_out_of_memory(e): self.add_hint(e); raise
             self.halve(learn, seen, e)
             n = self.n
+        else:
+            if n: self.say_size(learn, n)
+            return res
         undo()   # not sooner, because the error holds the activations
         gc.collect()   # and so may a cycle of references
         for d in accelerators(learn.model): free_memory(d)
-    if n: self.say_size(learn, n)
-    return res
 
 # %% ../nbs/microbatch.ipynb #4a0bfed9
 @patch
