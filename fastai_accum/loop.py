@@ -209,7 +209,7 @@ class Epoch:
         try:
             win = self.slicer.attempt(self, sum_up, batches) if self.slicer else sum_up(batches)
             if self.windows.is_full or not self.windows.drop_last: self.end(i, win)
-            else:   # undo a tail that is dropped, with the hyper-parameters that schedulers have set for it
+            else:   # undo a dropped tail, with the hyper-parameters that schedulers have set
                 self.grads.clear()
                 for k in hypers[0]: learn.opt.set_hyper(k, [h[k] for h in hypers])
         except BaseException as e:
@@ -284,7 +284,7 @@ def leaves_of(loss):
         for o,_ in f.next_functions:
             if o not in seen: todo.append(o)
             seen.add(o)
-    return [f.variable for f in filter(None, todo) if not f.next_functions and hasattr(f, 'variable')]
+    return [f.variable for f in todo if f and not f.next_functions and hasattr(f, 'variable')]
 
 # %% ../nbs/loop.ipynb #grad0007
 def is_other(p): return isinstance(p, nn.Parameter) and p.requires_grad
@@ -346,7 +346,7 @@ class Gradients:
         group.add_up([*self.ps,*self.others], used)
 
     def finish(self, factor, group, used):
-        "Multiply by `factor`, add up over the processes of `group`, and add what the others had before the window"
+        "Multiply by `factor`, add up over `group`, and add what the others had before the window"
         gs = [p.grad for p in (*self.ps,*self.kept) if p.grad is not None]
         if gs and factor!=1: multiply(gs, factor)
         if used: self.add_up(group, *used)
