@@ -417,8 +417,7 @@ class ModelState(State):
         finally: now.restore()
 
 def held_by(model, more=()):
-    "The list for a `model`; it may be wrapped by `DistributedDataParallel`"
-    model = get_model(model)
+    "The list for a `model`, without the wrapper of `DistributedDataParallel`"
     return Held(lambda: [model], more, everybodys(model))
 
 def _key(place): return id(place[0]),place[1]
