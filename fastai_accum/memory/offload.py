@@ -340,14 +340,13 @@ class Host(Copies):
     def __init__(self, model, room=None):
         super().__init__()
         self.room = room or Room(model)
-        self.models = self.room.own
         self.n_bytes = 0         # put here in this forward pass
         self.last = None         # a weak reference to the last `Kept`
         self.known = {}          # those of this forward pass, by their places on the device
         self.queue = deque()     # those that are on the device, the first one leaves first
         self.open = WeakSet()    # slabs that are not full
         self.is_here = all(map(_is_here, model.parameters()))
-        self.own = self.models   # and the batch
+        self.own = self.room.own   # what `model` holds, and the batch
 
     def begin(self, xs):
         "A forward pass of the inputs `xs` begins"
@@ -417,7 +416,7 @@ class Host(Copies):
     @contextmanager
     def hooks(self, *inputs):
         "A context that keeps what autograd saves, except `inputs`"
-        self.own = self.models | addresses(o for _,o in leaves(inputs))
+        self.own = self.room.own | addresses(o for _,o in leaves(inputs))
         try:
             with nullcontext() if self.is_here else saved_tensors_hooks(self._pack, self._unpack): yield
         finally: self._let_go(0)
