@@ -203,8 +203,7 @@ def _another(it):
 def split(objects):
     "What holds the contents of `objects`, each once: the dictionaries, and the others"
     found = {id(o):o for o in map(container, objects) if o is not None and not isinstance(o, tuple)}
-    is_dict = [isinstance(o, dict) for o in found.values()]
-    return [o for o,d in zip(found.values(), is_dict) if d],[o for o,d in zip(found.values(), is_dict) if not d]
+    return partition(found.values(), lambda o: isinstance(o, dict))
 
 class State:
     "What `objects` hold, the values of `tensors`, and where `generators` are, as it is now"
@@ -346,7 +345,8 @@ class Held:
         own = set(map(id, reach(*self.at, hooks=False)))
         self.logs = {id(o) for o in self.rest if isinstance(o, list) and id(o) not in own}   # lists that hooks alone hold
 
-    def values(self): return [v for vs in (*map(dict.values, self.dicts), *map(_inside, self.rest)) for v in vs]
+    def values(self):
+        return [v for d in self.dicts for v in dict.values(d)] + [v for o in self.rest for _,v in items(o)]
     def inner(self): return [v for v in self.values() if _leads_on(type(v))]
     def arrays(self): return [v for v in self.values() if is_array(v) and type(v) is not nn.Parameter]
 
@@ -356,8 +356,6 @@ class Held:
         is_new = len(roots)!=len(self.at) or not all(map(is_, roots, self.at))
         if is_new or not self.known.keys()>={*map(id, self.inner())}: self.find()
         return self
-
-def _inside(o): return [v for _,v in items(o)]
 
 # %% ../nbs/state.ipynb #heldpar2
 class ModelState(State):
@@ -419,8 +417,7 @@ class ModelState(State):
         finally: now.restore()
 
 def held_by(model, more=()):
-    "The list for a `model`; it may be wrapped by `DistributedDataParallel`"
-    model = get_model(model)
+    "The list for a `model`, without the wrapper of `DistributedDataParallel`"
     return Held(lambda: [model], more, everybodys(model))
 
 def _key(place): return id(place[0]),place[1]

@@ -14,7 +14,7 @@ import builtins,io,sys
 from collections.abc import Iterator
 from contextlib import nullcontext,suppress
 from itertools import islice
-from types import CodeType,GeneratorType
+from types import CodeType
 from fastai.basics import *
 from fastcore.imports import ipython_shell
 from ..core import AccumulateStep,added
@@ -91,9 +91,9 @@ def first_batches(dl, n=3):
 # %% ../../nbs/know/bench.ipynb #bnch0b03
 def stream(dls):
     "What to say of loaders that go on where they were, such as those of a generator; nobody can put these back"
-    streams = (GeneratorType,) if getattr(dls.train, 'indexed', True) else (GeneratorType,io.IOBase)
+    files = () if getattr(dls.train, 'indexed', True) else io.IOBase
     def lasts(v):
-        if isinstance(v, streams): return True
+        if isinstance(v, files): return True
         if not isinstance(v, Iterator) or hasattr(v, '__dict__'): return False
         try: deepcopy(v)
         except (TypeError,RuntimeError): return True

@@ -140,14 +140,12 @@ def measure(t, line, cbs):
         # what is done once, such as a proof, is not measured
         fit(Once())
         on = api(t.device)
-        ram = 0
-        def in_ram(k): return on.host_memory_stats()[f'active_bytes.{k}']
         counts_ram = hasattr(on, 'reset_peak_host_memory_stats')
-        if counts_ram:
-            on.reset_peak_host_memory_stats()
-            ram = in_ram('current')   # was there before, such as that of a loader
+        def in_ram(k): return on.host_memory_stats()[f'active_bytes.{k}'] if counts_ram else 0
+        if counts_ram: on.reset_peak_host_memory_stats()
+        before = in_ram('current')   # such as that of a loader
         peak = peak_bytes(lambda: fit(meter), t.device)
-        if counts_ram: ram = in_ram('peak')-ram
+        ram = in_ram('peak')-before
     peak = max(0, peak-grads)+t.weights   # gradients were there before, and are made again
     is_proved = not any(issubclass(o.category, NotProved) for o in told)
     took = min(np.diff(meter.ends)[1:])   # the fastest step

@@ -61,7 +61,7 @@ class GradientCheckpointing(InRoom):
     @contextmanager
     def in_training(self, learn, model):
         "The model that keeps no activations of its blocks"
-        with self.recomputing(learn, self.left),self.runs(model, self.left.step),self.proving(learn): yield
+        with self.recomputing(learn, self.left),self.runs(model, self.left),self.proving(learn): yield
 
     @contextmanager
     def recomputing(self, learn, room=None):

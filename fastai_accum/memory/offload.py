@@ -53,13 +53,14 @@ class InRoom(Callback):
                 e.add_note(f"{type(self).__name__} lets stay what seems to fit; with room=0, nothing stays")
             raise
 
-    def runs(self, model, step):
-        "A context in which each forward pass of `model` runs in `step(inputs)`"
-        return lent(model, forward=partial(_in_step, step, model.forward))
+    def runs(self, model, keeper):
+        "A context in which `keeper`, a `Room` or a `Host`, sees each forward pass of `model`"
+        return lent(model, forward=partial(_seen_by, keeper, model.forward))
 
-def _in_step(step, forward, *args, **kwargs):
+def _seen_by(keeper, forward, *args, **kwargs):
     if not torch.is_grad_enabled() or in_vmap(): return forward(*args, **kwargs)
-    with step(args): return forward(*args, **kwargs)
+    keeper.begin(args)
+    with keeper.hooks(*args): return forward(*args, **kwargs)
 
 # %% ../../nbs/memory/offload.ipynb #7cf7463f
 class OffloadActivations(InRoom):
@@ -79,7 +80,7 @@ class OffloadActivations(InRoom):
     def in_training(self, learn, model):
         "The model with its activations on the host"
         tell_if_here(self, learn, 'OffloadActivations')
-        return self.runs(model, Host(model, self.left).step)
+        return self.runs(model, Host(model, self.left))
 
 def tell_if_here(cb, learn, who):
     "Say once that `cb` saves nothing if the model is on the host itself"
@@ -103,12 +104,10 @@ def offload_activations(self:Learner,
     return self.remove_cbs(earlier).add_cb(OffloadActivations(room))
 
 # %% ../../nbs/memory/offload.ipynb #d9fa9ce7
-_units = {u:1024**i for i,u in enumerate(['','K','M','G','T'])}
-
 def n_bytes(text):
     "The bytes of a `text` such as `'8GB'`, or of a number; `None` for less than 1024"
     m = re.fullmatch(r'\s*(\d+\.?\d*)\s*([KMGT]?)i?B?\s*', str(text), re.I)
-    n = int(float(m[1])*_units[m[2].upper()]) if m else 0
+    n = int(float(m[1])*1024**' KMGT'.find(m[2].upper())) if m else 0
     return n if n>=1024 else None
 
 def check_room(who, room):
@@ -144,10 +143,7 @@ class Room:
         # nobody knows what is free on several devices
         self.device = on[0] if most!=0 and len(on)==1 and hasattr(api(on[0]), 'mem_get_info') else None
 
-    def step(self, xs):
-        "A context for a forward pass of the inputs `xs`"
-        self.begin(xs)
-        return nullcontext()
+    def hooks(self, *inputs): return nullcontext()   # those of a `Host` let tensors move
 
     def counts(self):
         stats = api(self.device).memory_stats(self.device)
@@ -344,14 +340,13 @@ class Host(Copies):
     def __init__(self, model, room=None):
         super().__init__()
         self.room = room or Room(model)
-        self.models = self.room.own
         self.n_bytes = 0         # put here in this forward pass
         self.last = None         # a weak reference to the last `Kept`
         self.known = {}          # those of this forward pass, by their places on the device
         self.queue = deque()     # those that are on the device, the first one leaves first
         self.open = WeakSet()    # slabs that are not full
         self.is_here = all(map(_is_here, model.parameters()))
-        self.own = self.models   # and the batch
+        self.own = self.room.own   # what `model` holds, and the batch
 
     def begin(self, xs):
         "A forward pass of the inputs `xs` begins"
@@ -418,15 +413,10 @@ class Host(Copies):
         elif is_last and o.t is not None: o.let_go()
         return t
 
-    def step(self, inputs):
-        "A context for a forward pass of `inputs`"
-        self.begin(inputs)
-        return self.hooks(*inputs)
-
     @contextmanager
     def hooks(self, *inputs):
         "A context that keeps what autograd saves, except `inputs`"
-        self.own = self.models | addresses(o for _,o in leaves(inputs))
+        self.own = self.room.own | addresses(o for _,o in leaves(inputs))
         try:
             with nullcontext() if self.is_here else saved_tensors_hooks(self._pack, self._unpack): yield
         finally: self._let_go(0)
