@@ -279,12 +279,13 @@ def parameters(learn):
 # %% ../nbs/loop.ipynb #grad0003
 def leaves_of(loss):
     "The tensors that a backward pass from `loss` gives a gradient"
-    todo,seen = [loss.grad_fn],{None,loss.grad_fn}
+    res,todo,seen = [],[loss.grad_fn],{None,loss.grad_fn}
     for f in filter(None, todo):
+        if not f.next_functions and hasattr(f, 'variable'): res.append(f.variable)
         for o,_ in f.next_functions:
             if o not in seen: todo.append(o)
             seen.add(o)
-    return [f.variable for f in todo if f and not f.next_functions and hasattr(f, 'variable')]
+    return res
 
 # %% ../nbs/loop.ipynb #grad0007
 def is_other(p): return isinstance(p, nn.Parameter) and p.requires_grad
@@ -320,7 +321,8 @@ class Gradients:
 
     def begin(self):
         "Clear what is left of gradients; the last step has done it, unless callbacks have gone backward since"
-        if any(p.grad is not None for p in self.unstepped) or self.marks()!=self.cleared: self.clear()
+        is_left = self.unstepped and any(p.grad is not None for p in self.unstepped)
+        if is_left or self.marks()!=self.cleared: self.clear()
 
     def clear(self):
         "Clear the gradients of the window"

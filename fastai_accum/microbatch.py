@@ -42,9 +42,8 @@ class MicroBatch(WindowCallback):
     guarded = ()             # what this fit has tried: sizes of batches and slices, and what decides the way of the model
     can_change = None        # in a window that is tried again
     told = False             # that nothing is saved on a CPU
-    _stateattrs = 'window','group','mode','kept','can_change','guarded','plans'
+    _stateattrs = 'window','group','mode','kept','can_change','guarded'
     fits = {}                # how many samples fit, if a batch does not, by `learn.training`
-    plans = {}               # with exact, what the model draws, for each way that it takes
 
     @named
     def __init__(self,
@@ -59,7 +58,7 @@ class MicroBatch(WindowCallback):
     ):
         store_attr()
         self.check()
-        self.fits,self.plans = {},{}
+        self.fits = {}
 
     def check(self):
         "Refuse a wrong argument, also one that was set later"
@@ -96,7 +95,7 @@ def begin(self:MicroBatch):
     learn = self.learn
     WindowCallback.begin(self)
     if is_validation(learn): return
-    self.warned,self.kept,self.guarded,self.can_change,self.plans = False,None,set(),None,{}
+    self.warned,self.kept,self.guarded,self.can_change = False,None,set(),None
     if self.shows_whole: refuse_lazy('MicroBatch', learn.model)
     # the loader of texts knows their lengths
     if self.exact: refuse_long(learn.model, getattr(learn.dls.train, 'res', ()))
@@ -207,7 +206,7 @@ def way(self:MicroBatch, learn, size=2, mode=None):
     if not self.shows_whole: return
     kind = 'exact' if self.exact else 'coupled'
     few = copy(self)
-    vars(few).update(bs=1 if self.bs==1 else size, mode=mode, kept=None, plans=self.plans)
+    vars(few).update(bs=1 if self.bs==1 else size, mode=mode, kept=None)
     def run(forward, yb, *xb):
         few.learn = SimpleNamespace(model=learn.model, dls=learn.dls, cbs=learn.cbs,
                                     training=True, xb=xb, yb=yb)

@@ -12,6 +12,7 @@ from itertools import chain
 from fastai.basics import *
 from .loss import count_samples
 from .private import own_split,plain_split,split_batch
+from .slices import is_array,tree_map
 from .state import State,generators
 
 # %% ../nbs/windows.ipynb #5223e0e1
@@ -36,17 +37,20 @@ def samples_in(dl):
 # %% ../nbs/windows.ipynb #642b3e8f
 def made_of(learn, b):
     "The targets and the inputs of batch `b`; of a dictionary or an object, what the learner's own `_split` makes of it"
-    of_samples = isinstance(b, (list,L)) and getattr(type(learn), own_split, plain_split) is not plain_split
-    if isinstance(b, (tuple,list,L)) and not of_samples:   # such as a list of records
+    is_own = getattr(type(learn), own_split, plain_split) is not plain_split
+    of_samples = is_own and isinstance(b, (list,L)) and not all(map(is_array, b))   # such as records
+    if isinstance(b, (tuple,list,L)) and not of_samples:
         i = getattr(learn.dls, 'n_inp', max(1, len(b)-1))
         return b[i:],b[:i]
     was = dict(vars(learn))
     try:
-        with State(generators=generators()).untouched(): split_batch(learn, copy(b))
+        with State(generators=generators()).untouched(): split_batch(learn, tree_map(_clone, copy(b)))
         return learn.yb,learn.xb
     finally:
         vars(learn).clear()
         vars(learn).update(was)
+
+def _clone(o): return o.clone() if isinstance(o, Tensor) else o   # it may be changed in place
 
 def n_of(learn, b): return count_samples(*made_of(learn, b))   # how many samples batch `b` has
 

@@ -138,6 +138,13 @@ def in_odd_modes():
     learn.model[2].eval()
     return learn
 
+class OtherDtypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net,self.n = net(),nn.Parameter(torch.zeros(3).long(), requires_grad=False)
+        self.c = nn.Parameter(torch.ones(3, dtype=torch.complex128))
+    def forward(self, x): return self.net(x)+self.c.real.sum()
+
 class Penalty(Callback):
     "A module that a callback and the learner hold is that of the model in the trial too"
     def __init__(self, m): self.m = m
@@ -247,6 +254,7 @@ clean_ones = dict(
     compiled=lambda: learner(compiled(net())), order=packed, penalty=penalty,
     group_norm=lambda: learner(net(nn.GroupNorm(1, 5))), norm_eval=lambda: learner(net(bn()), cbs=BatchNormEval()),
     all_count=lambda: learner(loss=masked, y=torch.ones(64).long()),
+    other_dtypes=lambda: learner(OtherDtypes()),
     again_after_the_batch=lambda: in_order(StepsAgain(), AccumulateStep(4)),
     of_one_length=lambda: longest([8,3,5,8]*16), longer_later=lambda: longest(sorted([2,3,5,8]*16)),
     drops_nothing=lambda: learner(net(nn.Dropout(1e-12))), samples_of_several_batches=lambda: learner(bs=1))
@@ -538,7 +546,9 @@ refusals = dict(
                     f'{k}=True is not possible.*saved tensor hooks.*in its place') for k in ('coupled','exact')},
     fit_buffer=(moves, 'exact=True is not possible: .*gives other values: model.n'),
     one=(lambda: learner(bs=1, n=1), 'has 1 sample, and at least 2'),
-    nan=(lambda: learner(loss=lambda p,y: (p*math.nan).mean()), 'is zero or not finite'),
+    nan=(lambda: learner(cbs=Callback(after_loss=noop), loss=lambda p,y: (p*math.nan).mean()), 'is zero or not finite'),
+    infinite=(lambda: learner(cbs=Callback(after_loss=noop), loss=lambda p,y: (p*1e308*1e3).sum()),
+              'is zero or not finite'),
     zero=(lambda: learner(loss=lambda p,y: F.cross_entropy(p, y).clamp(max=1e-9)), 'is zero or not finite'),
     **{k: (lambda k=k, e=e: learner(cbs=Callback(**{k:raises(e)})),
            'Callback leaves no gradient .*: it cancels the step')

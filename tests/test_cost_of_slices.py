@@ -1,12 +1,9 @@
 """What slices pay once in a fit and not in each batch, and what they share on the host."""
 from unittest import mock
 from nets import *
-from kinds import Odd
 from fastai_accum.all import *
 from fastai_accum.proof.dry import Dry
-from fastai_accum.exact import whole
 from fastai_accum.exact.lockstep import _stats
-from fastai_accum.exact.whole import watch
 from fastai_accum.memory.offload import Slab
 
 @each(kw=[dict(coupled=True), dict(exact=True)])
@@ -18,19 +15,6 @@ def test_once_a_fit(kw):
     with mock.patch.object(Dry, 'run', lambda *args, **more: runs.append(1) or run(*args, **more)): learn.fit(2)
     assert len(runs)==(2 if 'exact' in kw else 0)
 
-def test_one_plan_for_texts_of_all_lengths():
-    "Whole words and layers are dropped, as in an AWD-LSTM: the look and the training take the plan of the proof"
-    batches,n = [(torch.randint(9, (8,t)),classes(8)) for t in (5,9,7)],[]
-    def f(m, x): return m.head(F.dropout(m.emb(x).mean(1), .3))
-    def model():
-        set_seed(2)
-        return Odd(f, emb=nn.Embedding(9,6), head=nn.Linear(6,3)).double()
-    with mock.patch.object(whole, 'watch', lambda *args: n.append(1) or watch(*args)):
-        same(lambda: MicroBatch(3, exact=True, valid=False), dls=lambda bs: of_batches(batches), model=model,
-             fit=lambda l: l.fit(2), **one_group)
-    assert len(n)==2
-
-at = [0]   # the batches so far, which no model holds
 def count(cb): at[0] += cb.training
 def late():
     "Changes something from its fifth batch on: what it counts goes into what it returns"

@@ -407,3 +407,14 @@ def test_several_backward_passes(heads):
     torch.manual_seed(2)
     same_slices(Odd(f, body=nn.Linear(6,6), a=nn.BatchNorm1d(6), b=nn.BatchNorm1d(6)), cbs=Balance(),
                 loss_func=lambda pred, y: (pred[0]*pred[1]).mean())
+
+def test_norms_that_depend_on_the_shape():
+    "Wide inputs go through one batch norm, narrow ones through another, so a plan of the first misses its statistics"
+    batches = [(torch.randint(9, (8,t)),classes(8)) for t in (9,4,9,4)]
+    def f(m, x): return m.head(F.dropout((m.wide if x.shape[1]>5 else m.narrow)(m.emb(x).mean(1)), .2, m.training))
+    def model():
+        set_seed(0)
+        norms = dict(wide=nn.BatchNorm1d(6), narrow=nn.BatchNorm1d(6))
+        return Odd(f, emb=nn.Embedding(9,6), **norms, head=nn.Linear(6,3)).double()
+    same(lambda: MicroBatch(2, exact=True, valid=False), dls=lambda bs: of_batches(batches), model=model,
+         fit=lambda l: l.fit(2), **one_group)

@@ -9,6 +9,7 @@ expected = dict(tests='told', costs='step', exact='exact=True', limits='seconds'
 @simulated
 @pytest.mark.parametrize('part', [*expected] if SWEEP else ['exact','rooms'])   # the others at night
 def test_a_part_of_the_bench_runs(part, fakegpu):
-    res = subprocess.run([sys.executable, '-W', 'ignore', script, '--dry', '--part', part], capture_output=True, text=True)
+    command = [sys.executable, '-W', 'ignore', script, '--dry', '--part', part]
+    res = subprocess.run(command, capture_output=True, text=True)
     rows = [json.loads(o) for o in res.stdout.splitlines() if o.startswith('{"')]
     assert not res.returncode and any(o.get(expected[part]) is not None for o in rows), res.stderr[-2000:]

@@ -4,6 +4,31 @@ from contextlib import nullcontext
 from nets import *
 from fastai_accum.all import *
 
+class Augmented(Items):
+    "A dataset that draws random numbers for each item, as random item transforms do"
+    def __getitem__(self, i):
+        x,*y = super().__getitem__(i)
+        return (x+.3*random.random(),*y)
+
+class Drawn(DataLoader):
+    "Large batches; one that is not full is dropped when its items have been drawn"
+    def create_batches(self, samps): return (b for b in super().create_batches(samps) if len(b[0])==32)
+    def __len__(self): return self.n//32
+
+@each(window=[dict(n_step=4), dict(n_samples=32)])
+def test_a_dropped_tail_is_drawn(window):
+    "It is drawn and thrown away without being run, because the loader of the large batch draws these items too"
+    def train(cls, bs, *cbs):
+        dl = cls(Augmented(features(84), classes(84)), bs=bs, shuffle=True)
+        learn = make_learner(DataLoaders(dl, make_dls(76, 16).valid), cbs=cbs)
+        random.seed(1); dl.rng.seed(1)
+        learn.fit(2)
+        return learn
+    runs = []
+    a = train(DataLoader, 8, AccumulateStep(**window, drop_last=True), Callback(after_loss=lambda cb: runs.append(1)))
+    assert_same(a, train(Drawn, 32))
+    assert len(runs)-2*2==2*8 and a.accumulate_step.counts.n_thrown==2*20
+
 def of_windows(windows):
     "Loaders whose batches are these samples"
     return of_batches([(features(76)[w],classes(76)[w]) for w in windows], make_dls(76, 16).valid)
@@ -114,6 +139,11 @@ def test_cancelled_micro_batches(which, event, order):
     close(weights(a), weights(b))
     n,left = a.accumulate_step.counts,sum(map(len, windows))
     assert (n.n_steps,n.n_stepped,n.n_thrown)==(len(b.spy.steps),left,76-left)
+
+def test_terminate_on_nan_of_weight_0():
+    "A micro-batch of weight 0 does not end training: its loss of NaN is not shown"
+    y = classes(76); y[8:16] = -100
+    same(lambda: AccumulateStep(4), also=TerminateOnNaNCallback, y=y)
 
 # A window of one micro-batch is plain fastai to every callback: batches differ in size here, and classes are weighted
 
@@ -276,12 +306,13 @@ class OfRecords(Learner):
     "Takes batches apart itself, of any kind, and draws a number while it does"
     def _split(self, b):
         if isinstance(b, Record): b = vars(b)
-        if isinstance(b, list): b = {k:torch.stack([o[k] for o in b]) for k in 'xy'}
+        if isinstance(b, list) and isinstance(b[0], dict): b = {k:torch.stack([o[k] for o in b]) for k in 'xy'}
+        if not isinstance(b, dict): b[1].div_(2)   # in place
         self.xb,self.yb = ((b['x'],),(b.pop('y'),)) if isinstance(b, dict) else ((b[1],),(b[0],))
         if self.noisy: self.xb = (self.xb[0]+torch.randn(1).double(),)
 
 kinds = dict(dict=lambda x, y: dict(x=x, y=y, names=list(map(str, y))), record=Record, swapped=lambda x, y: (y, x),
-             each=lambda x, y: [dict(x=a, y=b) for a,b in zip(x, y)],
+             listed=lambda x, y: [y,x], each=lambda x, y: [dict(x=a, y=b) for a,b in zip(x, y)],
              odd=lambda x, y: dict(x=x, y=y, boxes=torch.zeros(2*len(y)+1, 4)))
 def split_records(b, bs):
     n = len(b.x if isinstance(b, Record) else b['x'])
@@ -301,7 +332,7 @@ def test_batches_that_the_learner_takes_apart(kind, way):
         torch.manual_seed(1)
         learn.fit(2)
         return learn
-    if way=='split' and kind in ('swapped','each'): return
+    if way=='split' and kind in ('swapped','listed','each'): return
     bs = dict(cut=32, coupled=32, both=16, split=32, whole=32).get(way, 8)
     cbs = L({**ways, **splits}[way]())
     if kind in ('record','odd') and way in ('cut','both'):

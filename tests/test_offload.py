@@ -4,7 +4,7 @@ import pickle,pytest
 from contextlib import nullcontext,suppress
 from harness import *
 from test_checkpointing import Encoder,alike,archs,body,get_learner,others,pair_of,same_bits
-from test_memory import get_learner as tower_learner,let_go,step_bytes,tower
+from test_memory import get_learner as tower_learner,heavy,let_go,step_bytes,tower
 from fastai.vision.all import resnet18
 from torch.autograd.graph import saved_tensors_hooks
 from fastai_accum.memory.checkpointing import *
@@ -171,6 +171,14 @@ def test_each_tensor_moves_once_and_what_fits_stays(device, fakegpu):
 def test_what_comes_later_has_its_room(case, device, fakegpu):
     "Larger batches, memory that somebody takes in the second epoch, and the state of the optimizer"
     for share in .5,1.: steps_in(fakegpu, share, OffloadActivations(), **case)
+
+@simulated
+def test_gradients_that_are_freed(device, fakegpu):
+    "In windows of two, each step leaves gradients or frees them, and what fits stays all the same"
+    learn = tower_learner(AccumulateStep(2), OffloadActivations(), bytes := Bytes(), model=heavy, n_batches=8,
+                          opt_func=partial(OptimWrapper, opt=torch.optim.SGD))
+    learn.fit(1)
+    assert bytes.steps[0]>0 and bytes.steps[2:]==[0]*2, bytes.steps
 
 class Runs(Callback):
     "How many blocks run again in each step"

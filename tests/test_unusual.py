@@ -1,5 +1,7 @@
 "Unusual inputs, targets, samplers, losses, loaders and models, each against the large batch"
 from dataclasses import dataclass
+from torch.utils.data import BatchSampler,TensorDataset,WeightedRandomSampler
+from torch.utils.data import DataLoader as TorchLoader
 from nets import *
 from fastai_accum.loss import *
 from fastai_accum.microbatch import *
@@ -47,6 +49,22 @@ def test_count_samples():
     assert count_samples((torch.ones(7),), (torch.ones(3,7),))==7   # samples in the second dimension of the inputs
     with pytest.raises(ValueError, match='cannot count the samples.*make one of them a tensor'):
         count_samples((object(),), (object(),))
+
+
+idxs = [*range(0, 76, 2),1,3]
+sampled = dict(
+    sampler = lambda ds, bs: TorchLoader(ds, bs, sampler=WeightedRandomSampler(torch.ones(76), 40,
+                                         generator=torch.Generator().manual_seed(0))),
+    batches = lambda ds, bs: TorchLoader(ds, batch_sampler=BatchSampler(idxs, bs, False)),
+    listed  = lambda ds, bs: TorchLoader(ds, batch_sampler=list(BatchSampler(idxs, bs, False))))
+
+@each(name=sampled)
+def test_samplers_of_another_size(name):
+    "Samplers of PyTorch that draw 40 of 76 samples"
+    ds = TensorDataset(features(76), classes(76))
+    a,b = alike(lambda: AccumulateStep(n_samples=32), fit=lambda l: l.fit(2), but=('hps','step.pct_train'),
+                dls=lambda bs: DataLoaders(sampled[name](ds, bs), TorchLoader(ds, 16)))
+    assert len(b.spy.steps)==4 and a.accumulate_step.counts.n_thrown==0
 
 # Micro-batches without targets
 

@@ -26,13 +26,12 @@ from ..turns import Coupled,one_by_one
 # %% ../../nbs/exact/whole.ipynb #1038829a
 class Exact(Coupled):
     "Batch norm and random numbers see the whole batch, too"
-    # a plan is that of samples of other shapes, if there is one; 1: of two and three samples; 0: of one and two slices
-    trust = 2
+    takes_few = True   # whether a plan can be made from two and three samples
     more = shared      # the generators of Python and NumPy
     def __init__(self, micro):
         super().__init__(micro)
         self.host = Host(self.model)
-        self.plans = micro.plans   # of this fit; a trial adds to them
+        self.plans = {}
         reads = [m for m in self.model.modules() if hasattr(m, 'bptt') and hasattr(m, 'pad_idx')]
         self.pad = reads[0].pad_idx if reads else None   # if it reads texts in pieces
         if micro.learn.cbs.filter(risinstance(GradientCheckpointing)):
@@ -50,12 +49,11 @@ class Exact(Coupled):
             plan = self.plan(forward, xb, sum(sizes), partial(self.micro.cut_inputs, learn))
             return self.in_turns(partial(self.run_slices, plan, forward, parts, sizes), plan.running)
         with lent(batchnorm, sync_batch_norm=synced):
-            for is_last in False,False,True:
-                try: return run()
-                except Differs:   # such as layers that are left out at random
-                    if is_last: raise
+            try: return run()
+            except Differs:   # such as layers that are left out at random
                 self.plans.clear()
-                self.trust = max(0, self.trust-1)
+                self.takes_few = False
+            return run()
 
 # %% ../../nbs/exact/whole.ipynb #28d41b96
 def refuse(model):
@@ -81,19 +79,17 @@ def refuse_long(model, lengths):
 def plan(self:Exact, forward, xb, n, cut):
     "What runs on two and three of the `n` samples `xb`, or on one and two slices, have found"
     def few(k): return cut(xb if n>=k else join([xb]*k, [n]*k), k)[0][0]
-    sizes = (2,3) if self.trust else (self.micro.size,2*self.micro.size)
+    sizes = (2,3) if self.takes_few else (self.micro.size,2*self.micro.size)
     rows = 0 if self.micro.split else 1   # nobody knows where `split` has the samples
-    way = switches(self.held.now().ms),sizes
-    key = *way,*[(o.shape[rows:],o.dtype) for _,o in leaves(xb)]
-    for k in (key,way) if self.trust>1 else [key]:
-        if k in self.plans: return self.plans[k]
+    key = switches(self.held.now().ms),sizes,*[(o.shape[rows:],o.dtype) for _,o in leaves(xb)]
+    if key in self.plans: return self.plans[key]
     state = ModelState(self.held)
     try: fewer,res = [watch(state, forward, few(k)) for k in sizes]
     except Exception as e:   # such as a view of four rows
-        if self.trust: raise Differs from e
+        if self.takes_few: raise Differs from e
         raise
     res.draws = batch_dims(fewer.draws, res.draws, *sizes)
-    self.plans[key] = self.plans[way] = res
+    self.plans[key] = res
     return res
 
 # %% ../../nbs/exact/whole.ipynb #90db4df4

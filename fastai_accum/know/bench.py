@@ -153,7 +153,10 @@ class Step(Callback):
             if not lasts or id(p) in self.own or id(p) in seen: continue
             seen[id(p)] = p,p.grad   # in the order in which they are met
             p.grad = None
-    def sizes(self): return norms(list(self.model.parameters()))
+    def sizes(self):
+        ps = [torch.view_as_real(p) if p.is_complex() else p for p in self.model.parameters()]
+        ps = [p for p in ps if is_floating(p)]
+        return norms(ps) if ps else torch.zeros(0)
     def before_step(self):
         self.record.moved = not torch.equal(self.start, self.sizes())
         self.record.stepped()
@@ -337,7 +340,7 @@ def run(self:Bench, way, on, seed=0):
         learn.model = self.model
         train_on(learn, batches)
         vars(learn.dls)['_device'] = self.device
-        seen.elsewhere,seen.others,seen.holds = {},{},{}
+        seen.elsewhere,seen.others,seen.holds,seen.moved = {},{},{},False
         learn.add_cbs([Early(seen, self.late), Step(seen, on, seed, self.known), *cbs])
         seed_all(everybodys(self.model), seed)
         try:
@@ -378,7 +381,8 @@ def blamed(self:Bench, on):
     for o in [k for k in on if isinstance(k, Callback)]:
         with suppress(Exception):   # such as that of what needs `o`
             grads = self.run(self.whole, [k for k in on if k is not o]).grads
-            if grads and any(x.norm()>0 for _,x in grads[0].values()): return type(o).__name__
+            sizes = [x.norm() for _,x in grads[0].values()] if grads else []
+            if 0<sum(sizes)<math.inf: return type(o).__name__
 
 # %% ../../nbs/know/bench.ipynb #chk00007
 def first_error(bench):

@@ -46,6 +46,7 @@ class InRoom(Callback):
         model = get_model(learn.model)
         alike = learn.cbs.filter(lambda o: isinstance(o, InRoom) and o.room==self.room)
         self.left = room = self.left or first(alike.attrgot('left'), bool) or Room(model, self.room)
+        room.own = addresses([*model.parameters(), *model.buffers()])   # they may be in new places
         try:
             with self.in_training(learn, model): yield
         except Exception as e:
@@ -184,8 +185,7 @@ class Room:
         self.mark()
         was,sizes = self.start
         top = max(self.new)[0]-was
-        # what it leaves, such as gradients, would count twice, and what it frees is not there next time
-        if ooms>self.ooms or not -top/2<=now-was<=top/64: return
+        if ooms>self.ooms or now-was>top/64: return   # what it leaves, such as gradients, would count twice
         found = sorted([*self.marks, *((peak-min(was, now),saved) for peak,saved in self.new)], reverse=True)
         self.sizes,self.marks = sizes,[]
         for o in found:   # what takes less, and has saved less, says nothing more
