@@ -15,6 +15,7 @@ def test_once_a_fit(kw):
     with mock.patch.object(Dry, 'run', lambda *args, **more: runs.append(1) or run(*args, **more)): learn.fit(2)
     assert len(runs)==(2 if 'exact' in kw else 0)
 
+at = [0]   # the batches so far, which no model holds
 def count(cb): at[0] += cb.training
 def late():
     "Changes something from its fifth batch on: what it counts goes into what it returns"
