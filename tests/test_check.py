@@ -157,6 +157,10 @@ class ClipValues(Callback):
     "Cannot be copied"
     def __init__(self): self.f = threading.Lock()
     def after_backward(self): nn.utils.clip_grad_value_(self.learn.model.parameters(), .01)
+class LeavesOut(Callback):
+    "Small batches, and so all micro-batches"
+    def after_backward(self):
+        if len(self.x)<10: raise CancelBatchException
 class OptsStep(Callback):
     def after_backward(self): self.learn.opt.step()
 class OwnStep(Callback):
@@ -346,6 +350,7 @@ cases = dict(
                'remove it'),
     small=(lambda: in_order(Callback(before_batch=moves_small), AccumulateStep(2), bs=8), 'augmentation Callback'),
     clip=(lambda: learner(cbs=ClipValues()), 'callback ClipValues'),
+    leaves_out=(lambda: learner(cbs=LeavesOut()), 'callback LeavesOut'),
     **{f'steps_{cb}': (lambda cb=cb: in_order(cb(), AccumulateStep(4)), f'early step {cb.__name__}',
                        'moves the weights before the window ends') for cb in (OptsStep,OwnStep,ByHand)},
     ranks=(lambda: learner(cls=Ranks), 'loss Ranks'),

@@ -267,6 +267,10 @@ def test_no_noise_in_notebooks():
                        for c in all_cells(p) for o in c.get('outputs', []))
         assert not [o for o in noise if o in text], p.stem
 
+def test_readme_has_the_commands():
+    text = read('README.md')
+    assert 'git clone' in text and {'make demo','make test'}<=set(text.splitlines())
+
 # ---- benchmarks
 
 def test_what_the_gpu_runs():
