@@ -61,7 +61,7 @@ def accumulate(self:Learner,
 )->Learner:
     """Make one step for several batches of the loader, with the gradient of all their samples
 
-    Example: `learn.accumulate(4).fine_tune(3)`. It takes no memory more. Batch norm and dropout see one batch.
+    Example: `learn.accumulate(4).fine_tune(3)`. It takes no more memory. Batch norm and dropout see one batch.
     It adds an `AccumulateStep`, in place of an earlier one, and takes its arguments.
     https://fastai-accum.github.io/fastai_accum/core.html"""
     cb = AccumulateStep(n_step, **kwargs)
