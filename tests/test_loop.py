@@ -4,31 +4,6 @@ from contextlib import nullcontext
 from nets import *
 from fastai_accum.all import *
 
-class Augmented(Items):
-    "A dataset that draws random numbers for each item, as random item transforms do"
-    def __getitem__(self, i):
-        x,*y = super().__getitem__(i)
-        return (x+.3*random.random(),*y)
-
-class Drawn(DataLoader):
-    "Large batches; one that is not full is dropped when its items have been drawn"
-    def create_batches(self, samps): return (b for b in super().create_batches(samps) if len(b[0])==32)
-    def __len__(self): return self.n//32
-
-@each(window=[dict(n_step=4), dict(n_samples=32)])
-def test_a_dropped_tail_is_drawn(window):
-    "It is drawn and thrown away without being run, because the loader of the large batch draws these items too"
-    def train(cls, bs, *cbs):
-        dl = cls(Augmented(features(84), classes(84)), bs=bs, shuffle=True)
-        learn = make_learner(DataLoaders(dl, make_dls(76, 16).valid), cbs=cbs)
-        random.seed(1); dl.rng.seed(1)
-        learn.fit(2)
-        return learn
-    runs = []
-    a = train(DataLoader, 8, AccumulateStep(**window, drop_last=True), Callback(after_loss=lambda cb: runs.append(1)))
-    assert_same(a, train(Drawn, 32))
-    assert len(runs)-2*2==2*8 and a.accumulate_step.counts.n_thrown==2*20
-
 def of_windows(windows):
     "Loaders whose batches are these samples"
     return of_batches([(features(76)[w],classes(76)[w]) for w in windows], make_dls(76, 16).valid)
@@ -67,13 +42,6 @@ def test_a_step_of_ones_own(case):
     learn.__class__ = cls
     with pytest.raises(RuntimeError, match=match): learn.fit(1)
     is_clean(learn)
-
-def test_a_cancelled_step_is_not_counted():
-    "A scaler that skips the step by itself cancels nothing, and counts as fastai counts it"
-    a,b = same(lambda: AccumulateStep(4),
-               also=partial(raising, CancelStepException, 'before_step', lambda cb: cb.train_iter==1))
-    n = a.accumulate_step.counts
-    assert (n.n_steps,n.n_stepped,n.n_thrown,n.sizes)==(5,120,32,[32,0,12,32,32,12]) and a.train_iter==6
 
 def test_the_loss_is_scaled_by_one_constant():
     "The same for all windows of a fit, whatever they weigh; the sum of a window is divided by its weight at the end"
