@@ -6,7 +6,7 @@ from nets import *
 from fastai_accum.all import *
 from kinds import Odd
 import test_endings,test_lr_find,test_windows
-from test_exact import PictureNet,images,of_pictures
+from test_exact import X2,Y2,PictureNet,draws,images,of_pictures,same_slices
 matplotlib.use('Agg')
 SECOND = GPU.replace('0', '1')
 needs_two = pytest.mark.skipif(GPU=='cuda:0' and torch.cuda.device_count()<2, reason='needs two devices')
@@ -98,7 +98,10 @@ def test_mixed_precision_bit_for_bit(mode):
     a,b = (mixed(mode, cbs, 8, None, PictureNet, images) for cbs in (cases['memory'](0),[]))
     assert_same(a, b, tol=0)
 
-# ---- attention that draws inside
+# ---- dropout that is one operation, and attention that draws inside
+
+@each(k=['weight','attention'])
+def test_dropout_in_one_operation(k): same_slices(draws[k], X2, Y2)
 
 def attend(m, x):
     qkv = m.qkv(x).unflatten(2, (3,2,4)).permute(2,0,3,1,4)   # heads of 4 numbers
