@@ -351,6 +351,9 @@ rows(ordinary, to=controls, kw=dict(whole=True, data=lambda: ((features(27),feat
 rows(ordinary, E, C, to=controls, kw=dict(whole=True, loss=lambda p, y: F.cross_entropy(p['rest'][1][0], y)),
      nested=lambda: full(Odd(lambda m, h: dict(both=h, rest=[h,(m.lin(h),)]), lin=lin())))
 
+# as a video model of four clips wants it: it is tried on as many samples as a few slices have
+rows(ordinary, E, to=controls, kw=dict(n=32, bs=16),
+     clips_of_four=one(lambda m, h: h+h.view(-1, 4, 8).flip(1).reshape(h.shape)))
 def tokens(): return torch.randint(0, 9, (27,3)),classes(27)
 rows(ordinary, E, to=controls, kw=dict(whole=True, data=tokens), sparse_gradients=lambda: nn.Sequential(
     nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.BatchNorm1d(12), nn.Linear(12, 3)))

@@ -62,15 +62,6 @@ def test_block():
     def f(): return n_step()
     assert f()==f()==5 and n_step()==2
 
-@each(f=[turn_on_accumulation, lambda **kw: accumulation(**kw).__enter__()],
-      kw=[dict(), dict(n_step=0), dict(n_step=4, n_samples=8), dict(n_step=4, drop_last=1), dict(n_step=4, weight=3),
-          dict(n_step=4, n_steps=4)])
-def test_bad_arguments_of_the_patch(f, kw):
-    "The error names the argument, and what was on stays on"
-    turn_on_accumulation(4)
-    with pytest.raises((ValueError,TypeError), match=list(kw)[-1] if kw else 'give either n_step'): f(**kw)
-    assert n_step()==4
-
 def test_running_fit_keeps_its_setting():
     learn = make()
     turn_on_accumulation(4)
