@@ -108,14 +108,6 @@ def test_all_pairs_in_slices_of_one_size():
     learner(m, None).fit(2)
     assert {o for o in logs[m] if o[0]!=8}=={(7,False)} and logs[m].count((7,False))==3   # and in each validation
 
-def test_a_last_batch_of_nine():
-    "Two slices of alike size: batch norm cannot train on one sample"
-    model = lambda: nn.Sequential(nn.Linear(6,5), nn.BatchNorm1d(5), nn.Linear(5,3)).double()
-    sizes,m = [],model()
-    m[1].register_forward_pre_hook(lambda m, x: sizes.append(len(x[0])) if m.training else None)
-    make_learner(make_dls(25, 16), m, cbs=MicroBatch(8), **one_group).fit(1)
-    assert sizes==[8,8,5,4]
-
 @each(kw=ways)
 def test_images_in_a_list(kw):
     "Eight images of three channels, all of one size: the targets tell that the list has an entry for each"
