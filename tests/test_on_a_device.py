@@ -35,16 +35,6 @@ def test_slices(kw):
     same(lambda: MicroBatch(5, **kw), 32, splitter=trainable_params)
     same(lambda: [AccumulateStep(4), MicroBatch(3, **kw)], also=lambda: GradientClip(.01))
 
-def test_windows_on_a_schedule(monkeypatch):
-    "As on the CPU"
-    def train(): return test_windows.ours(76, AccumulateStep(n_samples=lambda pct: 8*grows(pct), drop_last=True))[0]
-    a = train()
-    monkeypatch.setattr(here, 'device', torch.device('cpu'))
-    b = train()
-    assert_same(a, b)
-    sizes = a.accumulate_step.counts.sizes
-    assert sizes==b.accumulate_step.counts.sizes and len(set(sizes))>2
-
 # ---- mixed precision
 
 seen = set()
