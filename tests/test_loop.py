@@ -137,7 +137,7 @@ def test_all_windows_are_cancelled(cb, at):
         # half of them is fine
         make_learner(make_dls(64, 8), cbs=[AccumulateStep(2), skip('before_step', CancelStepException, 2)]).fit(1)
 
-@each(way=[(lambda: AccumulateStep(4), 8), (lambda: MicroBatch(8), 32)])
+@each(way=[(lambda: AccumulateStep(4), 8), (lambda: MicroBatch(8), 32), (lambda: MicroBatch(8, coupled=True), 32)])
 def test_a_loop_of_ones_own(way):
     "Only `fit` knows windows: each call of `learn.one_batch` is a step with its batch, as without our callbacks"
     cb,bs = way
@@ -149,33 +149,11 @@ def test_a_loop_of_ones_own(way):
         learn.model.train()
         learn.training,learn.train_iter,learn.pct_train,learn.n_iter,learn.n_epoch = True,0,0.,64//bs,1
         for i,b in enumerate(learn.dls.train): learn.one_batch(i, b)
+        is_clean(learn)
         return learn.spy.steps,weights(learn)
     ours,plain = run(cb()),run(None)
     close(ours, plain, 0)
     assert len(ours[0])==64//bs
-
-by_hand = dict(acc=(lambda: AccumulateStep(4), 2), coupled=(lambda: MicroBatch(3, coupled=True), 8),
-               both=(lambda: [AccumulateStep(2), MicroBatch(3)], 4))
-
-@each(name=by_hand)
-def test_events_by_hand(name):
-    "As fastai's own notebooks do to look at MixUp"
-    mix,(cbs,n) = MixUp(.4),by_hand[name]
-    mix.distrib = torch.distributions.Beta(*torch.tensor([.4,.4], dtype=torch.float64))
-    learn = make_learner(make_dls(64, 8, x=features(64, 16).view(64,1,4,4), y=classes(64), shuffle=False),
-                         nn.Sequential(nn.Flatten(), small_model(16)), StackedCE(), cbs=[mix, *L(cbs())], **one_group)
-    with learn:
-        learn.epoch,learn.training,learn.dl = 0,True,learn.dls.train
-        learn('before_train')
-        b = learn.dls.one_batch()
-        learn._split(b)
-        learn('before_batch')
-        assert learn.x.shape==b[0].shape and not torch.equal(learn.x, b[0])   # mixed
-        learn('after_train')
-    is_clean(learn)
-    learn.fit(1)
-    assert len(learn.spy.steps)==n
-    is_clean(learn)
 
 class Rows(nn.Module):
     "A loss with centers, as a method of a module: the learner has `loss_func=rows.loss`"

@@ -4,6 +4,7 @@ Everything is on the simulated accelerator, which also reports each race between
 import gc,pickle,matplotlib
 from nets import *
 from fastai_accum.all import *
+from fastai_accum.proof.dry import planning
 from kinds import Odd
 import test_endings,test_lr_find,test_windows
 from test_exact import X2,Y2,PictureNet,draws,images,of_pictures,same_slices
@@ -167,14 +168,23 @@ def small_learner(k, model=PictureNet, **kwargs):
     learn.fit(1)
     return learn
 
-@drawn(4, k=cases, event=['after_pred','after_backward'])
+calls = []   # global, or a trial would put it back
+
+stops = ('exact','model'),*sample(itertools.product(cases, ['after_pred','after_backward']), 4)
+
+@pytest.mark.parametrize('k,event', stops)
 def test_ctrl_c_leaves_nothing(k, event, fakegpu):
-    "In the second micro-batch of a window, or in the second slice of a batch"
-    learn,n = small_learner(k),itertools.count()
+    "In the second micro-batch of a window, in the second slice of a batch, or in the model while the first slice waits"
+    learn = small_learner(k)
     before = kept(fakegpu, learn)
-    def interrupt(cb):
-        if cb.training and next(n)==1: raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=EachMicro(**{event:interrupt}))
+    calls.clear()
+    def interrupt(*_):
+        if not learn.training or planning.get(): return
+        calls.append(1)
+        if len(calls)==2: raise KeyboardInterrupt
+    if event=='model': learn.model.stem[0].register_forward_hook(interrupt)
+    cb = EachMicro(**{} if event=='model' else {event:interrupt})
+    with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=cb)
     now = kept(fakegpu, learn)
     assert all(a<=b for a,b in zip(now, before)) and is_returned(learn), (now, before)
     learn.fit(1)
