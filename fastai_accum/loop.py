@@ -250,7 +250,7 @@ def train_epoch(self:WindowCallback, learn):
             for i,batches in enumerate(epoch.windows): epoch.train_window(i, batches)
         epoch.group.sum('has no more batches', same=epoch.same)
     except BaseException as e:
-        if epoch.slicer and epoch.slicer.exact: epoch.group.fail(e)   # others may wait at a norm
+        epoch.group.leave(e, epoch.slicer and epoch.slicer.exact)
         raise
     finally: self.counts.n_samples = epoch.n_before+epoch.windows.n_samples
 

@@ -22,7 +22,7 @@ from .turns import Coupled,Hidden,Plain
 from .private import compiled_in_place
 from .state import Held,ModelState,State,everybodys,lent,owners,refuse_lazy,switches,with_memory
 from .devices import Autocast,accelerators,free_memory,is_out_of_memory
-from .slices import count_rows,cut_in,even_sizes,is_array,is_clear,join,versions
+from .slices import count_rows,cut_in,even_sizes,has_entries,is_array,is_clear,join,versions
 from .windows import batch_size,made_of,n_of
 
 # %% ../nbs/microbatch.ipynb #cutt0006
@@ -156,7 +156,7 @@ def after_pred(self:MicroBatch):
     if self.mode and (self.learn.training or self.valid): self.mode.after_pred(self.learn)
 
 @patch
-def warn(self:MicroBatch, learn):
+def warn_uncut(self:MicroBatch, learn):
     "Warn once in a fit if the batch of `learn`, which was not cut, is a large one"
     n = n_of(learn, (*learn.xb,*learn.yb))
     if n<=self.most(learn, n) or self.warned: return
@@ -255,8 +255,10 @@ def in_slices(self:MicroBatch, learn, forward, xb):
     sizes = sizes or [find_bs(o) for o in preds]
     if not learn.training and not self.mode.looked and not is_clear(preds[0], sizes):
         self.mode.looked = True
-        if again := self.rehearsed(learn, self.mode.held, forward, parts[0], sizes[0]): join(*again)
-    return join(preds, sizes)
+        if again := self.rehearsed(learn, self.mode.held, forward, parts[0], sizes[0]):
+            join(*again)
+            self.mode.by = has_entries(*again)
+    return join(preds, sizes, by=self.mode.by)
 
 @patch
 def rehearsed(self:MicroBatch, learn, held, forward, xb, n):

@@ -25,13 +25,14 @@ class Alone:
     def meet(self, ps, same): pass           # make sure that the processes are alike, before an epoch
     def sum(self, at, *vs, same=dict): return vs   # each of the numbers `vs`, added up over the processes
     def add_up(self, ps, used): pass         # add up the gradients of `ps`; `used`: how many have each
-    def fail(self, e): pass                  # tell the others that this process has failed with `e`
+    def leave(self, e, waits): pass          # tell the others that this process leaves an epoch with `e`
     def gather(self, group, at, n, *ts):     # a number and tensors, of each process in `group`
         if group is None: return [(n,*ts)]
         raise ValueError("MicroBatch: exact=True needs a model with SyncBatchNorm in DistributedDataParallel")
 
 # %% ../nbs/processes.ipynb #d2fb55ae
 class Stopped(RuntimeError): "All processes stop with it"
+_asked = CancelTrainException,CancelEpochException,CancelFitException
 
 class Replicas(Alone):
     "Processes with a copy of the model each, in `DistributedDataParallel`"
@@ -69,9 +70,11 @@ class Replicas(Alone):
                       f"{self.ranks[0]}, so the copies of the model part. What leaves out a batch, cancels a step, or "
                       "changes gradients, weights or learning rates, must do the same in all processes")
 
-    def fail(self, e):
-        if not self.synced or not self.awaited or isinstance(e, Stopped): return
-        with suppress(Exception): self.sum('has failed')
+    def leave(self, e, waits):
+        "Tell the others that this process leaves an epoch with `e`; `waits`: they may wait for it in a window"
+        if isinstance(e, _asked): self.sum('leaves the epoch')   # a callback asks for it, and must do so in all
+        elif waits and self.synced and self.awaited and not isinstance(e, Stopped):
+            with suppress(Exception): self.sum('has failed')
 
     def each(self, at, t):
         "The numbers `t` of each process, in one message; an error in all unless they are at one point"

@@ -235,7 +235,8 @@ def whole_lines(cbs, bs=None, saves=True, cut=None):
     if not saves: return [write(cut) if cut else load]*bool(cut or acc)
     fast = f'{load}, if memory allows: you have GradientCheckpointing' if has else write('learn.gradient_checkpointing()')
     if windows and not (has or acc): fast = f'in place of {of}, {fast}'
-    instead = ', in place of GradientCheckpointing'*(has and 'exact' in (cut or ''))
+    savers = [type(o).__name__ for o in cbs if is_a(o, 'InRoom')]   # of memory
+    instead = f", in place of {' and '.join(savers)}"*bool(savers and 'exact' in (cut or ''))
     return [fast] + [f'if that does not fit{instead}: `{cut}`']*bool(cut)
 
 def as_list(lines):

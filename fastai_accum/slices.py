@@ -6,8 +6,8 @@ Docs: https://fastai-accum.github.io/fastai_accum/slices.html.md"""
 
 # %% auto #0
 __all__ = ['is_array', 'is_floating', 'leaves', 'holds_tensors', 'versions', 'tree_map', 'by_entry', 'n_rows', 'count_rows',
-           'even_sizes', 'cut_in', 'slices', 'samples', 'Refused', 'NotPossible', 'join', 'is_clear', 'joins',
-           'join_batches']
+           'even_sizes', 'cut_in', 'slices', 'samples', 'Refused', 'NotPossible', 'has_entries', 'join', 'is_clear',
+           'joins', 'join_batches']
 
 # %% ../nbs/slices.ipynb #c84f7f1f
 from collections.abc import Mapping
@@ -149,10 +149,12 @@ def _cut(o, n, at):
 class Refused(ValueError): "In slices, the training would not be that of the whole batch"
 class NotPossible(Refused,RuntimeError): "A way to train says by itself why it is not possible"
 
-def join(preds, sizes, path='pred'):
-    "Join the predictions for slices of `sizes` samples; `path` is for errors"
+def has_entries(preds, sizes): return all(map(_is_list, preds)) and by_entry(preds, sizes)   # or `None`
+
+def join(preds, sizes, path='pred', by=None):
+    "Join the predictions for slices of `sizes` samples; `path` is for errors, `by` says whether they have entries"
     o = preds[0]
-    by = all(map(_is_list, preds)) and by_entry(preds, sizes)
+    if by is None: by = has_entries(preds, sizes)
     if by is None:
         raise Refused(f"MicroBatch: the slices cannot be joined: {_both.format(path, sizes[0])}; "
                       "pass another bs")
@@ -169,9 +171,9 @@ def join(preds, sizes, path='pred'):
                   "that validation is not cut")
 
 def is_clear(pred, sizes):
-    "Whether no tensor of `pred` may have rows or all pairs, since a row has as many numbers as a slice has samples"
+    "Whether `pred` can be read in one way only: not as tensors or entries, nor as rows or all pairs of a slice"
     n = sizes[0]
-    return len({*sizes})>1 or all(x.shape[:2]!=(n,n) for _,x in leaves(pred))
+    return len({*sizes})>1 or len(keys(pred))!=n and all(x.shape[:2]!=(n,n) for _,x in leaves(pred))
 
 def joins(preds, sizes):
     "Whether `preds` can be joined, and only in one way"

@@ -254,7 +254,8 @@ class Plain:
 # %% ../nbs/turns.ipynb #35fd9f3b
 class Coupled:
     "Callbacks and the loss see the whole batch; the model runs on each slice"
-    looked = False   # whether the predictions of an epoch of validation can be read in one way only
+    looked = False   # whether slices of two sizes have shown, in an epoch of validation, what predictions are
+    by = None        # whether they have an entry for each sample
     is_cut = False   # whether the current batch has come to the model as it is
     more = ()        # objects beside the model that it can change
     def __init__(self, micro):
@@ -286,5 +287,5 @@ class Coupled:
 
     def after_pred(self, learn):
         "Warn of a batch that should have been cut, and was not"
-        if not self.is_cut: self.micro.warn(learn)
+        if not self.is_cut: self.micro.warn_uncut(learn)
         self.is_cut = False

@@ -373,10 +373,19 @@ def refused_exact(cbs, says, error=RuntimeError, **kwargs):
     return refused(over_all([[8]*3, [12]*3, [4]*3], cbs=cbs, **kwargs), says, error,
                    good=over_all([[8]*3, [12]*3, [4]*3], (3,5)))
 
+def leaves(error, event):
+    # after the `Recorder`, whose metrics send messages, too
+    leave = lambda: raising(error, event, lambda cb: cb.iter==1 and rank()==1, order=60)
+    return refused(Case([4]*8, cbs=leave), '1 leaves the epoch', RuntimeError)
+
 waits = 'lr_find waits for ever in several processes'
 alike = 'process 0 cuts a batch into 3 slices, but process 1 cuts a batch into 4 slices'
 cases.update(
     recovers        = refused(Case([[4]*9, [4]*4]), 'has no more batches', RuntimeError),
+    # by a callback, in the middle of a window and at its end
+    leaves_epoch    = leaves(CancelEpochException, 'after_loss'),
+    leaves_training = leaves(CancelTrainException, 'after_batch'),
+    leaves_fit      = leaves(CancelFitException, 'after_batch'),
     shards          = refused(Case([4]*8, wrap=sharded), 'fully_shard'),
     lr_find         = refused(Case([4]*6, fit=find), waits),
     ctx_find        = refused(InContext(fit=find), waits),

@@ -323,7 +323,8 @@ cases = dict(
                            'leave out MicroBatch, if memory allows: you have GradientCheckpointing\n'
                            'if that does not fit, in place of GradientCheckpointing: '
                            '`learn.micro_batch(4, exact=True)`'),
-    offloading=(lambda: blocks(AccumulateStep(2), OffloadActivations()), 'batch norm 0.1, dropout 0.3'),
+    offloading=(lambda: blocks(AccumulateStep(2), OffloadActivations()), 'batch norm 0.1, dropout 0.3',
+                'if that does not fit, in place of OffloadActivations: `learn.micro_batch(8, exact=True)`'),
     rmse=(lambda: learner(loss=rmse, y=targets()), 'loss rmse'),
     masked=(lambda: learner(loss=masked), 'loss masked'), one_of_64=(one_of_64, 'loss masked'),
     sum=(lambda: learner(loss=nn.CrossEntropyLoss(reduction='sum')), 'loss CrossEntropyLoss'),
@@ -410,7 +411,8 @@ def test_causes(case, capsys, recwarn):
         if not any(map(lines_of, check.causes)): return
     lines = [o for c in check.causes for o in lines_of(c) if 'micro_batch' in o]
     if not lines: return   # the window alone is to go
-    learn.remove_cbs(learn.cbs.filter(risinstance((AccumulateStep,MicroBatch,GradientCheckpointing))))
+    ours = AccumulateStep,MicroBatch,GradientCheckpointing,OffloadActivations
+    learn.remove_cbs(learn.cbs.filter(risinstance(ours)))
     eval(first(lines, lambda o: 'exact' in o) or lines[0])
     clean(learn.check_accumulation())
 

@@ -35,7 +35,7 @@ def test_a_page_with_a_link_to_colab_reads_no_file_of_ours():
     assert len(on_colab)>15 and not {'index','compared'}&{*on_colab}
     assert not [k for k,p in on_colab.items() if re.search(r"""['"]\.\.|benchmarks'""", '\n'.join(all_code(p)))]
 
-@pytest.mark.parametrize('name', on_colab if SWEEP else ['patch'])
+@pytest.mark.parametrize('name', on_colab if SWEEP else ['know/schedules'])
 def test_a_page_with_a_link_to_colab_runs_alone(name, tmp_path):
     "With its hidden cells, in an empty folder"
     error = paste(all_code(on_colab[name]), tmp_path)

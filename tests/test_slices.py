@@ -139,6 +139,11 @@ def test_joined_lists(k):
     if n is not None: assert len(join(preds, sizes))==n; return
     with pytest.raises(Refused, match='nobody knows whether pred of 4.*pass another bs'): join(preds, sizes)
 
+def test_entries_that_look_like_levels():
+    "In validation, a smaller slice shows that a tuple has an entry for each sample, of as many numbers as there are entries"
+    def loss(p, y): return F.cross_entropy(torch.stack(p), y)
+    alike(MicroBatch(3), dls=lambda *_: make_dls(12, 12, valid_bs=12), model=odd(lambda m, x: m.m(x).unbind()), loss_func=loss)
+
 def zipped(p, os): return sum((a-(b if isinstance(b, Tensor) else b['box'])).pow(2).mean() for a,b in zip(p, os))/len(p)
 def boxes_of(x, y): return [o.new_ones(1+int(k),3)*o[:3] for o,k in zip(x, y)]
 collates = dict(records=lambda x, y: [dict(box=o[:3], name='a') for o in x], boxes=boxes_of,

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from torch.nn.modules import batchnorm
 from .draws import BatchDraws,Differs,Draws,SliceDraws,batch_dims,running
 from .lockstep import Lockstep
-from ..memory.checkpointing import GradientCheckpointing
-from ..memory.offload import Host
+from ..memory.offload import Host,InRoom
 from ..modes import AtNorms,synced
 from ..private import is_compiled
 from ..proof.dry import Dry
@@ -34,10 +33,10 @@ class Exact(Coupled):
         self.plans = {}
         reads = [m for m in self.model.modules() if hasattr(m, 'bptt') and hasattr(m, 'pad_idx')]
         self.pad = reads[0].pad_idx if reads else None   # if it reads texts in pieces
-        if micro.learn.cbs.filter(risinstance(GradientCheckpointing)):
-            raise Refused("MicroBatch: exact=True and GradientCheckpointing cannot be combined; "
-                          "write `learn.remove_cb(GradientCheckpointing)`, since exact=True "
-                          "keeps the activations on the host already")
+        for o in micro.learn.cbs.filter(risinstance(InRoom)):
+            name = type(o).__name__
+            raise Refused(f"MicroBatch: exact=True and {name} cannot be combined; write `learn.remove_cb({name})`, "
+                          "since exact=True keeps the activations on the host already")
         refuse(micro.learn.model)
 
     def run(self, learn, forward, xb, parts, sizes):

@@ -32,8 +32,13 @@ class InRoom(Callback):
     def before_fit(self):
         if is_validation(self.learn): return
         self.left = None
-        check_once(self, self.learn.cbs.filter(risinstance(type(self))))
-        refuse_lazy(type(self).__name__, self.learn.model)
+        name,cbs = type(self).__name__,self.learn.cbs
+        check_once(self, cbs.filter(risinstance(type(self))))
+        refuse_lazy(name, self.learn.model)
+        for o in cbs.filter(risinstance(InRoom)):
+            if 0 not in (o.room,self.room) and o.room!=self.room:
+                raise ValueError(f"{name}: room={self.room!r}, but {type(o).__name__} has room={o.room!r}; they share "
+                                 "one, so give both the same")
 
     def after_fit(self): self.left = None
     def before_backward(self):
