@@ -333,6 +333,8 @@ def same(*args, but=(), tol=TOL, **kwargs):
     return a,b
 
 class StackedCE(nn.CrossEntropyLoss): y_int = True   # as fastai's: MixUp mixes losses, not targets
+class TokenLoss(nn.CrossEntropyLoss):
+    def forward(self, pred, y): return super().forward(pred.flatten(0,1), y.flatten())
 
 def weights(learn): return [p.detach() for p in learn.model.parameters()]
 

@@ -8,6 +8,7 @@ from fastai_accum.core import accumulation_settings
 from fastai_accum.know.what_fits import peak_bytes
 from torch.optim.lr_scheduler import ExponentialLR,OneCycleLR
 from torch.utils.checkpoint import checkpoint
+from torchvision.ops import stochastic_depth
 
 def bn(): return nn.BatchNorm1d(5)
 net = layers
@@ -89,6 +90,12 @@ def coin(): return Made(lambda m, x: x if not m.training or random.random()<.5 e
 def own_coin():
     "The model holds the generator, so it is no dropout that can be switched off"
     return Made(lambda m, x: x*m.rng.random(), rng=np.random.default_rng(0))
+def depth(mode, p, n_views):
+    "Samples, or the whole batch, are left out at random: of two views of it or of one"
+    def f(m, h):
+        h = torch.cat([h,h.flip(1)][:n_views])
+        return sum((h+stochastic_depth(m.a(h), p, mode, m.training)).chunk(n_views))
+    return Made(f, a=nn.Linear(5,5))
 def packed():
     "PyTorch's `pack_padded_sequence` wants the longest sample first, as in each batch of its loader"
     def f(m, x):
@@ -311,6 +318,10 @@ cases = dict(
                      'load batches of 16 in place of AccumulateStep\n'),
     dropout=(lambda: learner(net(nn.Dropout(.3))), 'dropout 1'),
     coin=(lambda: learner(net(coin())), 'dropout 1'),
+    # `exact=True` is named only where the fit accepts it
+    **{f'depth_{"_".join(map(str, o))}': (lambda o=o: learner(net(depth(*o)), cbs=AccumulateStep(4)), 'dropout 1', says)
+       for *o,says in (('row',.05,2,''), ('row',.02,2,''), ('batch',.1,2,'(8, exact=True)'),
+                       ('row',.1,1,'(8, exact=True)'))},
     recomputed=(lambda: again(True), 'dropout 0.m.1'), recomputed_too=(lambda: again(False), 'dropout 0.m.1'),
     in_odd_modes=(in_odd_modes, 'batch norm 1, dropout 2'),
     blocks=(lambda: blocks(AccumulateStep(2)), 'batch norm 0.1, dropout 0.3',

@@ -6,7 +6,6 @@ from collections import deque,namedtuple
 from contextlib import nullcontext,suppress
 from operator import setitem
 from torch.optim.lr_scheduler import StepLR
-from torchvision.ops import stochastic_depth
 from nets import *
 from kinds import Odd
 from fastai_accum.all import *
@@ -337,19 +336,3 @@ def test_keeps_off(k, capsys):
     assert not {'lr_finder','gather_preds'} & set(vars(learn))
     learn.remove_cbs([ProgressCallback,ShowGraphCallback]).fit(1)
     assert learn.logs.n==8+2 and learn.projects.n==0
-
-@pytest.mark.parametrize('mode,p,n_views,is_exact',
-                         [('row',.05,2,False), ('row',.02,2,False), ('batch',.1,2,True), ('row',.1,1,True)])
-def test_the_check_names_only_what_the_fit_accepts(mode, p, n_views, is_exact):
-    "Samples, or the whole batch, are left out at random: of two views of it or of one"
-    def depth(m, h):
-        h = torch.cat([h,h.flip(1)][:n_views])
-        return sum((h+stochastic_depth(m.a(h), p, mode, m.training)).chunk(n_views))
-    def learner(bs, cb):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6,8), Odd(depth, a=nn.Linear(8,8)), nn.Linear(8,3)).double()
-        return make_learner(make_dls(64, bs), model, cbs=cb, splitter=params)
-    assert ('(8, exact=True)' in str(learner(8, AccumulateStep(4)).check_accumulation()))==is_exact
-    exact = learner(32, MicroBatch(8, exact=True))
-    if is_exact: return exact.fit(1)
-    with pytest.raises(ValueError, match='exact=True is not possible'): exact.fit(1)
