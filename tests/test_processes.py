@@ -81,8 +81,8 @@ def test_every_event_in_processes(results):
         assert len(seen)>100
 
 def test_messages(results):
-    """One at the end of a window, and one with the gradients. An exact batch sends one more at each of two norms, forward
-    and backward, although one process has six slices and the other has two"""
+    """One at the end of a window, and one with the gradients. An exact batch sends one more at each of two norms,
+    forward and backward, although one process has six slices and the other has two"""
     for name,n_windows,n_norms in ('messages',2,0),('synced_messages',8,2):
         for several in results(2, name)[name]:
             assert several['seen']==[dict(all_gather=2*n_norms+1, all_reduce=1)]*n_windows
