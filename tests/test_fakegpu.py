@@ -1,5 +1,5 @@
 """What the simulated accelerator says that it simulates. `test_on_a_device` shows that there are two of them, and that
-their results are those of the CPU; `test_memory`, that they run out of memory and report races"""
+their results are those of the CPU; `test_memory`, that they run out of memory"""
 import gc,threading
 import pytest,torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Memory: what a step takes, what happens when it runs out, and that nothing of it stays.
+"""Memory: what a step takes, and what happens when it runs out; `test_on_a_device` has what is left.
 
 The simulated accelerator counts every byte and has limits. A training step is measured with its gradients allocated
 before, as a share of the same step with the large batch."""

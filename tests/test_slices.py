@@ -140,7 +140,8 @@ def test_joined_lists(k):
     with pytest.raises(Refused, match='nobody knows whether pred of 4.*pass another bs'): join(preds, sizes)
 
 def test_entries_that_look_like_levels():
-    "In validation, a smaller slice shows that a tuple has an entry for each sample, of as many numbers as there are entries"
+    """In validation, a smaller slice shows that a tuple has an entry for each sample, of as many numbers as there are
+    entries"""
     def loss(p, y): return F.cross_entropy(torch.stack(p), y)
     whole(lambda: MicroBatch(3), dls=lambda _: make_dls(12, 12, valid_bs=12), model=odd(lambda m, x: m.m(x).unbind()),
           loss_func=loss)

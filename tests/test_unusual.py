@@ -1,4 +1,4 @@
-"Unusual inputs, targets, samplers, losses, loaders and models, each against the large batch"
+"Unusual targets, samplers, losses, loaders and models, each against the large batch"
 from torch.utils.data import BatchSampler,TensorDataset,WeightedRandomSampler
 from torch.utils.data import DataLoader as TorchLoader
 from nets import *
