@@ -312,19 +312,18 @@ def identical(a, b):
     return a is b or a==b
 
 def train(cbs=(), bs=32, n=76, fit=lambda l: l.fit_one_cycle(2, 0.02), dls=None, model=None, drop_last=False, skip=(),
-          y=None, x=None, shuffle=False, **kwargs):
-    "A learner with `cbs`, trained by `fit` on what `dls(bs)` and `model()` make"
+          y=None, x=None, shuffle=False, also=(), **kwargs):
+    "A learner with `cbs` and those that `also` makes, trained by `fit` on what `dls(bs)` and `model()` make"
     data = dls(bs) if dls else make_dls(n, bs, y, drop_last, skip, shuffle, x)
-    learn = make_learner(data, model and model(), cbs=cbs, **kwargs)
+    made = [o for f in L(also) for o in L(f())]
+    learn = make_learner(data, model and model(), cbs=[*made, *L(cbs)], **kwargs)
     torch.manual_seed(1); np.random.seed(1); random.seed(1)
     fit(learn)
     return learn
 
-def pair(cbs, bs=8, large=32, *args, also=(), **kwargs):
-    '''The learner with the callbacks that `cbs` makes and the one with the large batch; both have those that `also`
-    makes'''
-    return [train([*(o for f in L(also) for o in L(f())), *L(own())], size, *args, **kwargs)
-            for size,own in ((bs,cbs),(large,list))]
+def pair(cbs, bs=8, large=32, *args, **kwargs):
+    "The learner with the callbacks that `cbs` makes and the one with the large batch; both have those of `also`"
+    return train(cbs(), bs, *args, **kwargs),train((), large, *args, **kwargs)
 
 def same(*args, but=(), tol=TOL, **kwargs):
     "Train the two learners of `pair`, and compare everything"
