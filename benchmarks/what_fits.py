@@ -105,7 +105,7 @@ def rows(make, device, budget=None):
     fits = learner(make, device).what_fits(budget)
     shown = fits.table.rename(columns={'what changes':'stays'})[['time','stays']].to_dict('records')
     found = [dict(line=o.line, peak=o.peak, fits=o.fits, is_same=o.is_same, pasted=pasted(make, device, o.line), **t) for o,t in zip(fits.ways, shown)]
-    return dict(title=fits.title, note=fits.note, budget=budget, ways=found)
+    return dict(title=fits.title, line=fits.line, note=fits.note, budget=budget, ways=found)
 
 def error(w):
     "How far the peak of the pasted line is from what the table said"

@@ -61,7 +61,7 @@ def accumulate(self:Learner,
 )->Learner:
     """Make one step for several batches of the loader, with the gradient of all their samples
 
-    Example: `learn.accumulate(4).fine_tune(3)`. It takes no memory more. Batch norm and dropout see one batch.
+    Example: `learn.accumulate(4).fine_tune(3)`. It takes no more memory. Batch norm and dropout see one batch.
     It adds an `AccumulateStep`, in place of an earlier one, and takes its arguments.
     https://fastai-accum.github.io/fastai_accum/core.html"""
     cb = AccumulateStep(n_step, **kwargs)
@@ -157,6 +157,8 @@ class _Block(ContextDecorator):
     used = False
     def __init__(self, args, kwargs): store_attr()
     def __repr__(self): return f'accumulation: for a block only; write `with accumulation({self.args}): learn.fit(1)`'
+    def refuse(self, *_): raise TypeError(f'{self!r}, or `learn.accumulate({self.args})` for a callback')
+    learn = property(noop, refuse)   # which a learner sets in its callbacks
     def __call__(self, f): self.used = True; return super().__call__(f)
     def _recreate_cm(self): return _Block(self.args, self.kwargs)   # for each call of a function that it decorates
     def __enter__(self):

@@ -162,8 +162,9 @@ def averages(self:WindowCallback, loss_func):
     return not sums_by_nature(loss_func)
 
 # %% ../nbs/loop.ipynb #2708aa29
-_one_sample = ("batch norm needs two samples, and a micro-batch has one; pass a bs that leaves two or more in each, or "
-               "drop_last=True to the loader, or see `BatchNormEval`")
+_one_sample = 'batch norm needs two samples, and {}, or see `BatchNormEval`'
+_of_slice,_of_batch = ('a slice has one: pass a larger bs',
+                       'a batch of the loader has one: load larger ones, pass drop_last=True to it if it is the last')
 
 class Epoch:
     "An epoch of `learn` in windows"
@@ -214,7 +215,9 @@ class Epoch:
                 for k in hypers[0]: learn.opt.set_hyper(k, [h[k] for h in hypers])
         except BaseException as e:
             self.grads.clear()
-            if 'more than 1 value per channel' in str(e): e.add_note(f"{self.acc}: {_one_sample}")
+            if 'more than 1 value per channel' in str(e):
+                is_cut = self.slicer and (self.slicer.n or 1)>1
+                e.add_note(f"{self.acc}: {_one_sample.format(_of_slice if is_cut else _of_batch)}")
             raise
         finally: self.acc.window = None
 

@@ -326,16 +326,17 @@ cases = dict(
     in_odd_modes=(in_odd_modes, 'batch norm 1, dropout 2'),
     blocks=(lambda: blocks(AccumulateStep(2)), 'batch norm 0.1, dropout 0.3',
             'in place of AccumulateStep, and write `learn.gradient_checkpointing()`\n'
-            'if that does not fit: `learn.micro_batch('),
+            'if that does not fit, load batches of 16 and write in its place `learn.micro_batch('),
     checkpointing=(lambda: blocks(AccumulateStep(2), GradientCheckpointing()), 'batch norm 0.1, dropout 0.3',
                    'load batches of 16 in place of AccumulateStep, if memory allows: you have GradientCheckpointing\n'
-                   'if that does not fit, in place of GradientCheckpointing: `learn.micro_batch(8, exact=True)`'),
+                   'if that does not fit, load batches of 16 and write in place of GradientCheckpointing '
+                   '`learn.micro_batch(8, exact=True)`'),
     cut_and_checkpointing=(lambda: blocks(MicroBatch(4), GradientCheckpointing()), 'batch norm 0.1, dropout 0.3',
                            'leave out MicroBatch, if memory allows: you have GradientCheckpointing\n'
-                           'if that does not fit, in place of GradientCheckpointing: '
+                           'if that does not fit, write in place of GradientCheckpointing '
                            '`learn.micro_batch(4, exact=True)`'),
     offloading=(lambda: blocks(AccumulateStep(2), OffloadActivations()), 'batch norm 0.1, dropout 0.3',
-                'if that does not fit, in place of OffloadActivations: `learn.micro_batch(8, exact=True)`'),
+                'write in place of OffloadActivations `learn.micro_batch(8, exact=True)`'),
     rmse=(lambda: learner(loss=rmse, y=targets()), 'loss rmse'),
     masked=(lambda: learner(loss=masked), 'loss masked'), one_of_64=(one_of_64, 'loss masked'),
     sum=(lambda: learner(loss=nn.CrossEntropyLoss(reduction='sum')), 'loss CrossEntropyLoss'),
@@ -400,7 +401,7 @@ def moves_small(cb):
 def lines_of(o): return re.findall('`(learn[.].*?[)])`', o.remedy.partition('do nothing')[0])
 
 advice = {'callback':'let it act in `before_step`, where the gradient is that of the window',
-          'batch norm':'BatchNormEval())` costs 4.2', 'dropout':'do nothing', 'unknown':'rewrite the module',
+          'batch norm':'`BatchNormEval` 4.2', 'dropout':'do nothing', 'unknown':'rewrite the module',
           'loss':'`weight=`, a function (pred, *yb) that returns', 'backward':'add to the gradients that are there'}
 
 @pytest.mark.parametrize('case', cases)

@@ -21,7 +21,7 @@ from ..modes import eager,quiet
 from ..private import grad_hook_dicts,split_batch
 from ..proof.guard import Status,guard
 from ..proof.dry import first_unlike,off
-from ..refusals import NotProved,as_line,as_list,check_count,check_loader,named,norm_costs,whole_lines
+from ..refusals import NotProved,as_line,as_list,check_count,check_loader,named,or_nothing,whole_lines
 from ..slices import Refused
 from ..state import refuse_lazy
 
@@ -140,8 +140,7 @@ def kind_of(bench, k, on):
 
 # %% ../../nbs/know/check.ipynb #c4000007
 _advice = {
-    'batch norm':norm_costs,
-    'dropout':   'do nothing: other dropout masks are just as good',
+    'dropout':   'or do nothing: other dropout masks are just as good',
     'loss':      'if it divides a sum by a number: pass `weight=`, a function (pred, *yb) that returns that number; '
                  '`average=False` for a sum',
     'backward':  'in your `_backward`, add to the gradients that are there, and only what belongs to loss_grad',
@@ -170,7 +169,7 @@ def remedy(bench, kind, on):
         except Refused as e: bench.refused.add(f'`learn.micro_batch({k}=True)` does not work here: {said(e)}.')
         except Exception: pass   # whatever the learner's own code raises, there is other advice
     whole = whole_lines(bench.cbs, bench.loaded, saves, cut) if saves or cut else []
-    advice = [v for k,v in _advice.items() if k==kind]
+    advice = or_nothing(bench.yours) if kind=='batch norm' else [v for k,v in _advice.items() if k==kind]
     lines = advice+whole if kind in ('callback','early step','loss') else whole+advice
     if not whole and (kind=='unknown' or not lines):
         lines.append('keep the large batch in memory'+', with `learn.offload_activations()`'*(not bench.savers))

@@ -17,7 +17,7 @@ from .compare import NotTried,Proof,Trial,compare,look
 from .dry import planning
 from ..refusals import NotProved,as_line,is_a,warn
 from ..state import what_runs
-from ..slices import NotPossible,Refused,count_rows,is_floating,join,leaves,n_rows,slices,tree_map
+from ..slices import Refused,count_rows,is_floating,join,leaves,n_rows,slices,tree_map
 from ..windows import n_of
 
 # %% ../../nbs/proof/guard.ipynb #0139bc51
@@ -32,14 +32,16 @@ def guard(cb, learn, xb):
     able = {id(p) for p in model.parameters() if p.requires_grad}
     key = repr(([w.settings for w in ways()], [(o.ndim,o.dtype) for _,o in leaves(xb)]))
     now,(was,trained) = what_runs(list(model.modules())),_proved.setdefault(learn, {}).get(key, ((),set()))
-    status,start = Status(f'{way.who} is tried on your model', learn, 6),time.time()
+    is_new = now!=was or not able<=trained
+    what = 'is tried on your model' if is_new else 'is compared with the whole batch'
+    status,start = Status(f'{way.who} {what}', learn, 6),time.time()
     every = able | {id(p) for p,*_ in learn.opt.all_params()} if learn.opt else able   # after `unfreeze`, too
     # no `DistributedDataParallel` that lasts holds the parameters, so their dtype may change
     is_alone = learn.model is model or any(is_a(o, 'DistributedTrainer') for o in learn.cbs)
     prove = partial(_first_proof, model, xb=xb, yb=learn.yb, able=every, tick=status, is_alone=is_alone)
     proof = looked = None
     try:
-        if now!=was or not able<=trained:
+        if is_new:
             proof = _blamed(ways, prove)
             if proof.fails: _refuse(proof.way or way, model, proof, prove)
             if proof.n: _proved[learn][key] = now,every
@@ -152,7 +154,7 @@ def _not_tried(way, o):
 def _refuse(way, model, proof, prove):
     "Raise the error for what was found; `prove` finds out what is exact"
     e,where = proof.raised,_where(model, proof)
-    if isinstance(e, NotPossible): raise Refused(f"{e} (in the {where})") from e
+    if isinstance(e, Refused): raise Refused(f"{e} (in the {where})") from e   # it says why by itself
     found = ', '.join(f'{k} (off by {v:.2g})' for k,v in proof.differs[:3])
     how = f"raises {type(e).__name__}: {e}" if e else f'gives other values: {found}'
     others = [(f'{w.who}()', prove(lambda size=2: [w])) for w in way.instead()]
@@ -191,9 +193,11 @@ class Status:
     width = 0
     def __init__(self, what, learn, n, asked=False):
         self.begin(what, n)
-        # who has asked for an answer waits for it, also without a bar, where a line can go again
-        is_seen = learn.cbs.filter(has_bar) or asked and (sys.stdout.isatty() or 'ipykernel' in type(sys.stdout).__module__)
-        self.out = sys.stdout if is_seen and not rank_distrib() else None
+        out = sys.stdout
+        can_go = getattr(out, 'isatty', bool)() or 'ipykernel' in type(out).__module__   # a line can go again
+        # who has asked for an answer waits for it, also without a bar
+        is_seen = learn.cbs.filter(has_bar) or asked and can_go
+        self.out = out if is_seen and not rank_distrib() else None
 
     def begin(self, what, n):
         self.what,self.n,self.done,self.start = what,n,0,time.perf_counter()
