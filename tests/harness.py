@@ -10,6 +10,7 @@ import pytest
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai_accum.core import *
+from fastai_accum.devices import n_autocast
 from fastai_accum.microbatch import MicroBatch   # for all tests
 from fastai_accum.state import Lent
 
@@ -253,6 +254,7 @@ def is_clean(learn):
     assert not any(p.grad.any() for p in learn.model.parameters() if p.grad is not None), 'a gradient is left'
     assert not {'_with_events','one_batch','all_batches'} & set(vars(learn)) and 'forward' not in vars(learn.model)
     for cb in learn.cbs: assert getattr(cb, 'window', None) is None, 'a window is open'
+    assert is_returned(learn), 'something is lent'
 
 def is_returned(learn):
     "Whether nothing that we lend is in the learner or in its model"
@@ -266,14 +268,17 @@ def left_alone(model):
     assert is_returned(SimpleNamespace(model=model))
 
 def left(learn):
-    """All that a trial must leave as it was, by name: tensors with their graphs and hooks, gradients, attributes,
-    modes, the optimizer, the generators, and what is global"""
+    """All that a trial must leave as it was, by name: autocast and streams, tensors with their graphs and hooks,
+    gradients, attributes, modes, the optimizer, the generators, and what is global"""
     def of(t):
         hooks = t._backward_hooks
         return id(t),t.detach().clone(),t.grad_fn,t.requires_grad,id(hooks),len(hooks or ())
     ms,ps,rec = list(learn.model.modules()),list(learn.model.parameters()),getattr(learn, 'recorder', None)
     objects = [o for o in (learn, *learn.cbs, learn.loss_func, *ms) if hasattr(o, '__dict__')]
+    device = here.device or torch.device('cpu')
     return dict(
+        open = (n_autocast(), [torch.is_autocast_enabled(o) for o in ('cpu',device.type)],
+                torch.get_device_module(device).current_stream()),
         tensors = list(map(of, [*ps, *learn.model.buffers()])), modes=[m.training for m in ms],
         grads = [None if p.grad is None else (id(p.grad), p.grad.clone()) for p in ps],
         hooks = [len(v) for m in ms for k,v in vars(m).items() if 'hooks' in k and isinstance(v, dict)],
@@ -306,18 +311,19 @@ def identical(a, b):
     if isinstance(a, dict): return list(a)==list(b) and all(identical(a[k], b[k]) for k in a)
     return a is b or a==b
 
-def pair(cbs, bs=8, large=32, n=76, fit=lambda l: l.fit_one_cycle(2, 0.02), also=(), dls=None, model=None,
-         drop_last=False, skip=(), y=None, x=None, shuffle=False, **kwargs):
-    '''The learner with the callbacks that `cbs` makes and the one with the large batch, trained by `fit`; both have the
-    callbacks that `also` makes'''
-    res = []
-    for size,own in (bs,cbs),(large,list):
-        data = dls(size) if dls else make_dls(n, size, y, drop_last, skip, shuffle, x)
-        learn = make_learner(data, model and model(), cbs=[*(o for f in L(also) for o in L(f())), *L(own())], **kwargs)
-        torch.manual_seed(1); np.random.seed(1); random.seed(1)
-        fit(learn)
-        res.append(learn)
-    return res
+def train(cbs=(), bs=32, n=76, fit=lambda l: l.fit_one_cycle(2, 0.02), dls=None, model=None, drop_last=False, skip=(),
+          y=None, x=None, shuffle=False, also=(), **kwargs):
+    "A learner with `cbs` and those that `also` makes, trained by `fit` on what `dls(bs)` and `model()` make"
+    data = dls(bs) if dls else make_dls(n, bs, y, drop_last, skip, shuffle, x)
+    made = [o for f in L(also) for o in L(f())]
+    learn = make_learner(data, model and model(), cbs=[*made, *L(cbs)], **kwargs)
+    torch.manual_seed(1); np.random.seed(1); random.seed(1)
+    fit(learn)
+    return learn
+
+def pair(cbs, bs=8, large=32, *args, **kwargs):
+    "The learner with the callbacks that `cbs` makes and the one with the large batch; both have those of `also`"
+    return train(cbs(), bs, *args, **kwargs),train((), large, *args, **kwargs)
 
 def same(*args, but=(), tol=TOL, **kwargs):
     "Train the two learners of `pair`, and compare everything"
@@ -326,6 +332,8 @@ def same(*args, but=(), tol=TOL, **kwargs):
     return a,b
 
 class StackedCE(nn.CrossEntropyLoss): y_int = True   # as fastai's: MixUp mixes losses, not targets
+class TokenLoss(nn.CrossEntropyLoss):
+    def forward(self, pred, y): return super().forward(pred.flatten(0,1), y.flatten())
 
 def weights(learn): return [p.detach() for p in learn.model.parameters()]
 

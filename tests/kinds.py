@@ -351,6 +351,13 @@ rows(ordinary, to=controls, kw=dict(whole=True, data=lambda: ((features(27),feat
 rows(ordinary, E, C, to=controls, kw=dict(whole=True, loss=lambda p, y: F.cross_entropy(p['rest'][1][0], y)),
      nested=lambda: full(Odd(lambda m, h: dict(both=h, rest=[h,(m.lin(h),)]), lin=lin())))
 
+# as a video model of four clips wants it: it is tried on as many samples as a few slices have
+rows(ordinary, E, to=controls, kw=dict(n=32, bs=16),
+     clips_of_four=one(lambda m, h: h+h.view(-1, 4, 8).flip(1).reshape(h.shape)))
+def tokens(): return torch.randint(0, 9, (27,3)),classes(27)
+rows(ordinary, E, to=controls, kw=dict(whole=True, data=tokens), sparse_gradients=lambda: nn.Sequential(
+    nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.BatchNorm1d(12), nn.Linear(12, 3)))
+
 # ---- models that look at the batch, and what the refusal says
 
 def centre(h): return h-h.mean(0)
@@ -400,6 +407,21 @@ def checked(f):
 rows('behind asserts', E, C, kw=dict(at_batch, says=at_odd),
      groups_of_twelve=one(checked(lambda h: torch.cat(list(map(centre, h.split(12)))))),
      a_number=one(checked(lambda h: h*h[0,0].item())), a_mask=one(checked(lambda h: h+h[h[:,0]>0].mean(0))))
+
+def cnn(*norm): return lambda: nn.Sequential(nn.Conv2d(3, 8, 3, 2), *[f(8) for f in norm], nn.ReLU(),
+                                             nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+def pictures(): return features(32, 3*16*16).view(32, 3, 16, 16),classes(32)
+def means(m, h):
+    "Numbers that count samples, such as a mean that is written by hand"
+    by_hand = h.sum()/len(h) + h.sum()*(1/len(h)) + 0*torch.arange(1, len(h)+1).sum()
+    return h + 0*by_hand.detach()
+def masked_mean(m, x): return (m.e(x)*(x!=1)[...,None]).sum(1)/lengths(x)[:,None]
+rows('good images', E, to=controls, kw=dict(whole_batch, says='', data=pictures),
+     norm_of_images=cnn(nn.BatchNorm2d, lambda n: nn.Dropout2d(.3)), groups_of_channels=cnn(partial(nn.GroupNorm, 2)))
+rows('good models', E, C, to=controls, kw=at_batch, numbers_that_count=one(means), behind_an_assert=one(checked(noop)),
+     all_of_its_rows=experts(lambda k, n: k))
+rows('good models', E, C, to=controls, kw=dict(whole_batch, says='', data=lambda: (texts(),classes(32))),
+     masked_mean=words(masked_mean))
 
 def around(*odd): return lambda: nn.Sequential(nn.Linear(6,8), *[o() for o in odd], nn.Linear(8,3))
 def between(f): return one(lambda m, x: m.b(f(m.a(x))), a=lin, b=lin)

@@ -82,3 +82,10 @@ def clamped():
     m = small_model()
     for p in m.parameters(): p.register_hook(lambda g: g.clamp(-.01, .01))
     return m
+
+def steps_in_backward(model):
+    "Hooks of the parameters step in the backward pass, and free the gradient"
+    def step(p):
+        p.data -= .1*p.grad
+        p.grad = None
+    return [p.register_post_accumulate_grad_hook(step) for p in model.parameters()]

@@ -101,14 +101,6 @@ def validates_early(cb):
     cb.learn.dl,cb.learn.training = dl,True
     cb.model.train()
 
-def without_recorder(learn):
-    rec = learn.recorder
-    learn.remove_cb(Recorder)
-    learn.fit(2, .02)
-    learn.add_cb(rec)
-    for k in ('lrs','losses','values','iters'): setattr(rec, k, [])
-    learn.smooth_loss = learn.final_record = None
-
 def cut_unequally(learn):
     "A fit that is cancelled when process 1 has run the model and process 0 has not"
     stop = raising(CancelTrainException, 'before_batch', lambda cb: cb.micro.i==1)
@@ -137,7 +129,6 @@ cases = dict(
     one_window    = Case([4]*2),
     events_weighed= Case(uneven, cbs=probes, loss_func=weighted),
     early_valid   = Case([4]*6, cbs=lambda: Callback(before_train=validates_early)),
-    no_recorder   = Case([4]*6, fit=without_recorder),
     no_accum      = Case([4]*3, n_step=1),
     uneven        = Case(uneven),
     weighted      = Case([4]*6, loss_func=weighted),
@@ -215,31 +206,24 @@ cases.update(
     sched_drop = scheduled(dict(n_step=lambda pct: 3, drop_last=True)),
 )
 
-class Messages(EachMicro):
-    "The bytes of each message that is sent for a micro-batch, and the gradients after its backward pass"
-    order,run_valid = -2000,False
+class Sent(Callback):
+    "Counts the messages of each window until its step"
+    run_valid = False
     def before_fit(self):
-        self.learn.seen,self.sent,self.plain = [],[],{k:getattr(dist, k) for k in ('all_gather','all_reduce')}
+        self.learn.seen,self.sent,self.plain = [],Counter(),{k:getattr(dist, k) for k in ('all_gather','all_reduce')}
         # goes through `all_reduce`, where it is counted
         if isinstance(self.model, DDP): self.model.register_comm_hook(None, allreduce_hook)
         for k,f in self.plain.items(): setattr(dist, k, partial(self.send, k, f))
-    def send(self, k, f, o, *args, **kwargs):
-        self.sent.append((k, getattr(o, 'nbytes', None)))
-        return f(o, *args, **kwargs)
-    def after_backward(self): self.grads = [p.grad.clone() for p in self.model.parameters()]
-    def after_batch(self):
-        self.learn.seen.append((self.sent,self.grads))
-        self.sent = []
+    def send(self, k, f, *args, **kwargs):
+        self.sent[k] += 1
+        return f(*args, **kwargs)
+    def before_batch(self):
+        if self.accumulate_step.window.n_micro==1: self.sent.clear()
+    def before_step(self): self.learn.seen.append(dict(self.sent))
     def after_fit(self):
         for k,f in self.plain.items(): setattr(dist, k, f)
 
-class Sent(Messages):
-    "Counts the messages of each batch until its step"
-    order,each_micro_batch,after_backward,after_batch = 0,False,noop,noop
-    def before_batch(self): self.sent = []
-    def before_step(self): self.learn.seen.append(dict(Counter(k for k,_ in self.sent)))
-
-cases['messages'] = Case([4]*8, cbs=Messages, fit=lambda l: l.fit(1, .02))
+cases['messages'] = Case([4]*8, cbs=Sent, fit=lambda l: l.fit(1, .02))
 
 class Full(Buffered):
     "Runs out of memory in process 1: in the second epoch with more than two samples, or in validation"

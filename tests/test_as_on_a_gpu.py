@@ -1,6 +1,5 @@
 "What PyTorch does in another way on a GPU, done on the CPU"
 from harness import *
-from test_exact import X2,Y2,draws,same_slices
 from fastai_accum.exact.draws import Draw,batch_dims
 from fastai_accum.devices import generator_of
 from fastai_accum.proof import guard as the_guard
@@ -8,22 +7,6 @@ from fastai_accum.modes import Coins,middle,quiet
 from fastai_accum.proof.compare import NotTried
 
 pytestmark = simulated
-
-@pytest.mark.parametrize('k', 'dropout weight attention scaled'.split())
-@pytest.mark.filterwarnings('ignore:.*[Oo]verrid')
-def test_dropout_in_one_operation(k):
-    "Dropout as on a GPU, which scales too: proved, though its probability is not that of a fair coin, and exact"
-    calls = []
-    def dropout(x, p, train):
-        if not train or p==0 or not x.numel(): return x
-        calls.append(p)
-        return torch.native_dropout(x, p, True)[0]
-    lib = torch.library.Library('aten', 'IMPL')
-    try:
-        for key in 'CPU','AutogradCPU': lib.impl('dropout', dropout, key)   # in the place of PyTorch's own
-        same_slices(draws[k], X2, Y2)
-    finally: lib._destroy()
-    assert len(calls)>10
 
 def test_a_dropout_that_is_off_draws_nothing():
     "At p=0, the dropout of a GPU drops one number in thirty million"

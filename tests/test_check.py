@@ -8,6 +8,7 @@ from fastai_accum.core import accumulation_settings
 from fastai_accum.know.what_fits import peak_bytes
 from torch.optim.lr_scheduler import ExponentialLR,OneCycleLR
 from torch.utils.checkpoint import checkpoint
+from torchvision.ops import stochastic_depth
 
 def bn(): return nn.BatchNorm1d(5)
 net = layers
@@ -45,6 +46,10 @@ def rmse(p, y): return ((p-y)**2).mean().sqrt()
 def each_ce(p, y): return F.cross_entropy(p, y, reduction='none')
 def masked(p, y): return (each_ce(p, y)*(y!=0)).sum()/(y!=0).sum()
 def padded_mean(p, y): return F.cross_entropy(p[y!=-100], y[y!=-100])
+def hardest(p, y): return each_ce(p, y).topk(max(1, len(y)//2)).values.mean()
+def above(p, y):
+    l = each_ce(p, y)
+    return l[l>1.1].sum()/(l>1.1).sum().clamp(min=1)
 def contrastive(p, y):
     p = F.normalize(p)
     return F.cross_entropy(p@p.T/.1, torch.arange(len(p)).roll(1))
@@ -85,6 +90,12 @@ def coin(): return Made(lambda m, x: x if not m.training or random.random()<.5 e
 def own_coin():
     "The model holds the generator, so it is no dropout that can be switched off"
     return Made(lambda m, x: x*m.rng.random(), rng=np.random.default_rng(0))
+def depth(mode, p, n_views):
+    "Samples, or the whole batch, are left out at random: of two views of it or of one"
+    def f(m, h):
+        h = torch.cat([h,h.flip(1)][:n_views])
+        return sum((h+stochastic_depth(m.a(h), p, mode, m.training)).chunk(n_views))
+    return Made(f, a=nn.Linear(5,5))
 def packed():
     "PyTorch's `pack_padded_sequence` wants the longest sample first, as in each batch of its loader"
     def f(m, x):
@@ -307,6 +318,10 @@ cases = dict(
                      'load batches of 16 in place of AccumulateStep\n'),
     dropout=(lambda: learner(net(nn.Dropout(.3))), 'dropout 1'),
     coin=(lambda: learner(net(coin())), 'dropout 1'),
+    # `exact=True` is named only where the fit accepts it
+    **{f'depth_{"_".join(map(str, o))}': (lambda o=o: learner(net(depth(*o)), cbs=AccumulateStep(4)), 'dropout 1', says)
+       for *o,says in (('row',.05,2,''), ('row',.02,2,''), ('batch',.1,2,'(8, exact=True)'),
+                       ('row',.1,1,'(8, exact=True)'))},
     recomputed=(lambda: again(True), 'dropout 0.m.1'), recomputed_too=(lambda: again(False), 'dropout 0.m.1'),
     in_odd_modes=(in_odd_modes, 'batch norm 1, dropout 2'),
     blocks=(lambda: blocks(AccumulateStep(2)), 'batch norm 0.1, dropout 0.3',
@@ -332,6 +347,9 @@ cases = dict(
     longer_and_longer=(lambda: lengths(lambda i: 1+i//6), 'loss padded_mean'),
     again_and_again=(lambda: lengths(lambda i: 1+i//2%8), 'loss padded_mean'),
     one_short=(lambda: lengths(lambda i: 8-(i==9)), 'loss padded_mean'),
+    # of two samples, the harder ones may be those of all, by luck
+    **{f.__name__: (lambda f=f: in_order(AccumulateStep(4), loss=f, bs=3), f'loss {f.__name__}')
+       for f in (hardest,above)},
     uncut=(lambda: unlabelled(AccumulateStep(2), loss=lambda p: p.pow(2).mean().sqrt()), 'loss both', 'pass `weight=`'),
     own_loss=(own_loss, 'loss OwnLoss', 'pass `weight=`'), missing=(missing, 'loss <lambda>'),
     rows_of_boxes=(lambda: in_order(AccumulateStep(4), loss=per_box, create_batch=boxes), 'loss per_box', 'weight='),
@@ -410,24 +428,6 @@ def test_causes(case, capsys, recwarn):
     eval(first(lines, lambda o: 'exact' in o) or lines[0])
     clean(learn.check_accumulation())
 
-def test_a_learner_that_is_right_gets_no_remedy():
-    check = learner(net(bn(), nn.Dropout())).check_accumulation()
-    assert len(check.causes)==2 and not any(o.remedy for o in check.causes) and '->' not in repr(check)
-    assert 'what to write' not in check._repr_html_() and check.title.startswith('Nothing is wrong')
-
-def hardest(p, y): return each_ce(p, y).topk(max(1, len(y)//2)).values.mean()
-def above(p, y):
-    l = each_ce(p, y)
-    return l[l>1.1].sum()/(l>1.1).sum().clamp(min=1)
-
-# of two samples, the harder ones may be those of all, by luck
-@drawn(4, loss=[hardest,above,masked], bs=[3,4], seed=[0,1])
-def test_small_batches(loss, bs, seed):
-    "Samples come from as many batches as it takes"
-    data = dict(x=features(64, seed=seed+10), y=classes(64, seed=seed+20))
-    assert kinds(in_order(AccumulateStep(4), loss=loss, bs=bs, **data))==['loss']
-    assert not kinds(in_order(AccumulateStep(4), bs=bs))
-
 trainings = dict(
     **{cls.__name__: (partial(in_order, cls=cls), 4, 4, True) for cls in (Assigned,Clipped)},
     added=(partial(in_order, cls=Added), 4, 4), two_rows=(partial(unlabelled, k=2), 4, 2),
@@ -493,24 +493,13 @@ def test_what_is_said_of_callbacks(k):
     said = repr(clean(checked(in_order(AccumulateStep(4), cb))))
     assert says in said and (type(cb).__name__ in said)==(type(cb).__name__ in says)
 
-class Center(Callback):
-    "Holds a parameter, with an optimizer of its own"
-    def before_fit(self):
-        self.c = nn.Parameter(torch.ones(3))
-        self.own = torch.optim.SGD([self.c], lr=.1)
-    def after_loss(self): self.learn.loss_grad = self.loss_grad+self.of(self.pred, self.c)
-    def before_step(self): self.own.step(); self.own.zero_grad()
-
-@each(of=[lambda p, c: c.sum().exp(), lambda p, c: (p.detach()-c).mean(0).pow(2).sum()])
-def test_parameters_elsewhere(of):
+@each(used=['loss','penalty'])
+def test_parameters_elsewhere(used):
     "Their gradients are compared, too, and no gradient stays"
     w = nn.Parameter(torch.ones(3).double())
     w.grad = torch.full_like(w, 7.)
-    cb = Center()
-    cb.of = of
-    learn = in_order(cb, AccumulateStep(4), loss=lambda p,y: F.cross_entropy(p*w, y))
-    check = learn.check_accumulation()
-    assert check.error<1e-12 and (w.grad==7).all()
+    clean(in_order(Elsewhere(used), AccumulateStep(4), loss=lambda p,y: F.cross_entropy(p*w, y)).check_accumulation())
+    assert (w.grad==7).all()
 
 @each(again=[False,True])
 def test_streams(again, capsys):
@@ -537,12 +526,9 @@ def moves():
 def ignored(cb=None, y=2):
     "All labels but the first one are ignored: 0/0, and no callback is to blame; one that counts is enough"
     return learner(y=tensor([y]+[2]*63), loss=CrossEntropyLossFlat(ignore_index=2), cbs=cb, shuffle=False)
-def step(p):
-    p.data -= .1*p.grad
-    p.grad = None
 def hooked(cbs=None):
     learn = learner(cbs=cbs)
-    for p in learn.model.parameters(): p.register_post_accumulate_grad_hook(step)
+    steps_in_backward(learn.model)
     return learn
 def gan():
     from fastai.vision.gan import GANLearner,basic_critic,basic_generator
@@ -610,38 +596,6 @@ def test_goes_on_with_fewer_samples_if_memory_runs_out(most):
 
 # ---- as before
 
-class Draws:
-    "A dataset that draws by generators of its own"
-    def __init__(self):
-        self.np,self.py,self.torch = np.random.default_rng(0),random.Random(0),torch.Generator().manual_seed(0)
-    def __len__(self): return 32
-    def __getitem__(self, i):
-        noise = self.np.normal()+self.py.random()+torch.rand(1, generator=self.torch).item()
-        noise += random.random()+np.random.rand()+torch.rand(1).item()
-        return features(32)[i]+noise,classes(32)[i]
-
-dl_of_torch = torch.utils.data.DataLoader
-loaders = dict(
-    fastai  = lambda: TfmdDL(Draws(), bs=8, shuffle=True, num_workers=0),
-    sampler = lambda: dl_of_torch(Draws(), 8, sampler=torch.utils.data.WeightedRandomSampler(
-        torch.rand(32), 32, generator=torch.Generator().manual_seed(3))),
-    workers = lambda: dl_of_torch(list(zip(features(32), classes(32))), 8, shuffle=True, num_workers=1, timeout=999))
-
-@pytest.mark.parametrize('make', loaders.values(), ids=loaders)
-def test_loaders(make):
-    "The batches after a check are those without one, in the middle of an epoch too"
-    res = []
-    for check in False,True:
-        set_seed(0)
-        dl = make()
-        learn = Learner(DataLoaders(dl, dl), small_model(), nn.CrossEntropyLoss()).remove_cb(ProgressCallback)
-        if check: clean(learn.check_accumulation())
-        batches,it = list(dl),iter(dl)
-        batches.append(next(it))
-        if check: clean(learn.check_accumulation())
-        res.append([*batches, *it])
-    assert len(res[0])==8 and identical(*res)
-
 changes = dict(
     hyper     = lambda opt: opt.set_hyper('lr', .5),
     replaced  = lambda opt: setattr(opt.opt, 'param_groups', [dict(g, lr=.5) for g in opt.opt.param_groups]),
@@ -661,14 +615,6 @@ def test_what_a_callback_does_to_the_optimizer(how, fitted, opt):
     was = now()
     with learn.added_cbs(Callback(before_fit=lambda cb: changes[how](cb.learn.opt))): clean(checked(learn))
     assert now()==was and torch.equal(trained(learn), trained(plain))
-
-def test_sparse_gradients():
-    "The proof and the check see those of an `nn.Embedding(sparse=True)`"
-    learn = embeddings(MicroBatch(3, exact=True))
-    with warnings.catch_warnings():
-        warnings.simplefilter('error')   # it would warn of a trial that failed
-        learn.fit(1)
-    assert learn.check_accumulation().error<=1e-8
 
 def test_check_on_a_device(fakegpu):
     "On the device of the learner, whose generator is put back"
@@ -696,6 +642,8 @@ def other_lengths():
     model = nn.Sequential(Lambda(lambda x: x.mean(1, keepdim=True)), nn.Linear(1,3)).double()
     return Learner(DataLoaders(dl, dl), model, padded_mean, cbs=AccumulateStep(2)).remove_cb(ProgressCallback)
 
+def nan_in_parts(p, y): return F.cross_entropy(p, y)*(len(p)-8)/(len(p)-8)   # in micro-batches only
+
 whole = 'Nothing is wrong: your learner trains on whole batches'
 shown = dict(
     differs=(lambda: learner(net(bn()), lambda p,y: masked(p, y)), f'{whole}. Micro-batches would not give the same',
@@ -707,6 +655,8 @@ shown = dict(
              'the error is'),
     cuts_nothing=(lambda: learner(net(bn()), cbs=MicroBatch(8)), f'{whole}, since the bs of MicroBatch',
                   'with MicroBatch(bs=4) as an example'),
+    no_number=(lambda: in_order(AccumulateStep(2), loss=nan_in_parts, bs=8),
+               'NaN or infinite in the place of the gradient'),
     other_lengths=(other_lengths, 'of the first training batch', 'only between batches could not be compared'))
 
 @each(k=shown)
@@ -715,14 +665,9 @@ def test_shown(k):
     check = make().check_accumulation()
     for o in says: assert o in repr(check), f'{o} is not in {check}'
     html = check._repr_html_()
+    if k=='differs': assert not any(o.remedy for o in check.causes) and not ('->' in repr(check) or 'to write' in html)
     assert html.count('<tr')==(len(check.causes)+1 if check.causes else 0) and 'color' not in html
     assert ('&lt;lambda&gt;' in html)==(k=='differs') and ('could not' in repr(check))==(k=='other_lengths')
-
-def test_what_is_no_number():
-    "A gradient that is NaN in micro-batches only"
-    def loss(p, y): return F.cross_entropy(p, y)*(len(p)-8)/(len(p)-8)
-    said = repr(in_order(AccumulateStep(2), loss=loss, bs=8).check_accumulation())
-    assert 'NaN or infinite in the place of the gradient' in said and 'inf times' not in said
 
 def test_time_that_is_left(capsys):
     "A line without a number of steps, which nobody knows"

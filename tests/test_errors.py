@@ -1,6 +1,6 @@
 "Bad input is refused with the argument, the value and what to do, before any weight has moved"
 import harness
-from harness import *
+from nets import *
 from kinds import Odd
 from fastai_accum.all import *
 from fastai_accum.core import accumulation_settings
@@ -157,6 +157,9 @@ def test_the_methods_replace():
     assert learn.accumulate_step is cb
     learn.micro_batch(4).micro_batch(8)
     assert [o.bs for o in learn.cbs.filter(risinstance(cut))]==[8]
+    saves = GradientCheckpointing,OffloadActivations
+    for _ in range(2): learn.gradient_checkpointing([learn.model[0]]).offload_activations()
+    assert [type(o) for o in learn.cbs if isinstance(o, saves)]==list(saves) and learn.checkpointing.blocks
 
 @each(weight=[lambda y: len(y), lambda: 1, lambda pred, y, z: 1, lambda pred, *, y: 1, len], cls=[acc,cut])
 def test_weight_of_another_signature(cls, weight):
@@ -212,23 +215,15 @@ def test_a_loss_that_sums():
     loss.reduction = 'sum'
     same(lambda: cut(8), 32, loss_func=loss)
 
-class StepInBackward(Callback):
-    "Hooks of the parameters step in the backward pass, and free the gradient"
-    def before_fit(self):
-        opts = {p:torch.optim.SGD([p], lr=.1) for p in self.learn.model.parameters()}
-        def step(p):
-            opts[p].step()
-            p.grad = None
-        self.hooks = [p.register_post_accumulate_grad_hook(step) for p in opts]
-
 @each(case=[(8, acc(4)), (32, cut(8)), (32, cut(8, exact=True)), (32, acc(1))])
 def test_a_step_in_the_backward_pass(case):
     "An optimizer that steps in hooks would step once per micro-batch: the first window refuses it by name"
     bs,cb = case
-    learn = learner(cb, StepInBackward(), bs=bs)
+    learn = learner(cb, bs=bs)
+    hooks = steps_in_backward(learn.model)
     with pytest.raises(RuntimeError, match=f'{cb}: .*no parameter has a gradient.*one optimizer'): learn.fit(1)
-    for h in learn.step_in_backward.hooks: h.remove()
-    learn.remove_cb(StepInBackward).fit(1)
+    for h in hooks: h.remove()
+    learn.fit(1)
 
 def test_the_line_of_a_subclass():
     "`learn.micro_batch` makes a `MicroBatch`, so the line has all that this needs"

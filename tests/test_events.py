@@ -2,7 +2,6 @@
 import pickle,weakref
 from harness import *
 from fastai.callback.hook import ActivationStats
-from fastai_accum.loop import Counts
 
 cases = dict(
     kept      = dict(cbs=lambda: AccumulateStep(4)),
@@ -28,31 +27,14 @@ def test_every_event(case, fit, tmp_path):
     close([o[-2:] for o in a.seen], [o[-2:] for o in b.seen])
     if fit!='lr_find': assert_same(a, b)
 
-@each(order=[-math.inf, 0, 1000])
-def test_before_step(order):
-    "`before_step` sees finished gradients and the mean loss of the window, at any order, and may change them"
-    def clip(cb): cb.learn.loss *= nn.utils.clip_grad_norm_(cb.model.parameters(), .1)   # what it returns is logged
-    def make(): cb = Callback(before_step=clip); cb.order = order; return cb
-    same(lambda: AccumulateStep(4), also=make)
-
-def test_boundary_and_counts():
-    log = []
-    def look(cb):
-        a = cb.accumulate_step
-        if cb.training: log.append((a.is_boundary, a.window.n_micro, a.window.n_samples, a.counts.n_steps))
-        else: assert not a.is_boundary and a.window is None
-    learn = make_learner(make_dls(76, 8), cbs=[AccumulateStep(4), Callback(before_batch=look)])
-    learn.fit(1)
-    learn.validate()
-    assert log==[(i in (3,7,9), i%4+1, i%4*8, i//4) for i in range(10)]
-    c = learn.accumulate_step.counts
-    assert c==Counts(n_micro=10, n_samples=76, sizes=[32,32,12]) and (c.n_steps,c.n_stepped,c.n_thrown)==(3,76,0)
-    # true at the step and in `after_batch`, also where a window turned out to be the last
+def test_boundary():
+    "At the step and in `after_batch`, also where a window turned out to be the last; the page has what it is before"
     seen = []
     look = lambda cb: seen.append(cb.accumulate_step.is_boundary) if cb.training else None
-    make_learner(make_dls(92, 8, skip=range(20), shuffle=False),
-                 cbs=[AccumulateStep(4), Callback(before_step=look, after_step=look, after_batch=look)]).fit(1)
-    assert seen==[True]*9
+    learn = make_learner(make_dls(92, 8, skip=range(20), shuffle=False),
+                         cbs=[AccumulateStep(4), Callback(before_step=look, after_step=look, after_batch=look)])
+    learn.fit(1)
+    assert seen==[True]*9 and not learn.accumulate_step.is_boundary and learn.accumulate_step.window is None
 
 def test_metrics_of_training():
     "Metrics of the training set count every micro-batch with its own loss; the loss that is logged is the window's"
@@ -141,12 +123,6 @@ def test_a_subclass_with_its_own_before_fit():
         learn.fit(1)
         assert learn.accumulate_step.counts.sizes==[32,32]
 
-class EveryOther(Callback):
-    "Does something every other batch, by `self.iter`"
-    def before_fit(self): self.seen = []
-    def after_batch(self):
-        if self.training and self.iter%2==0: self.seen += deepcopy([self.iter, self.n_iter, *weights(self.learn)])
-
 class Validates(Callback):
     "Validates in the middle of an epoch, which leaves the learner in validation"
     run_valid,seen = False,()
@@ -171,7 +147,7 @@ class Predicts(Callback):
         self.learn.training = True
         self.model.train()
 
-callbacks = dict(every=EveryOther, validates=Validates, predicts=partial(Predicts, 'after_batch', False),
+callbacks = dict(validates=Validates, predicts=partial(Predicts, 'after_batch', False),
                  inside=partial(Predicts, 'after_step', True))
 
 @each(7, name=callbacks, case=['kept','dropped','n_samples','shorter','micro','coupled','both'])

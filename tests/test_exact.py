@@ -1,7 +1,7 @@
 """`MicroBatch(exact=True)`: batch norm, dropout and every other draw are the whole batch's.
 
 Everything is float64 and compared with the large batch, the state of the random generators included."""
-import gc,pickle,signal,threading
+import gc,signal,threading
 from itertools import chain
 import pytest
 from torch.nn.utils import prune
@@ -91,20 +91,6 @@ pictures = dict(   # arguments of `MicroBatch`, callbacks beside it, and of `tra
 def test_exact(k, device):
     args,also,kw = pictures[k]
     assert_exact(*(of_pictures(*L(also()), *o, **kw) for o in ([MicroBatch(**args)],[])))
-
-everything = dict(exact=lambda: [MicroBatch(3, exact=True)], coupled=lambda: [MicroBatch(3, coupled=True)],
-                  memory=lambda: [GradientCheckpointing(),OffloadActivations()])
-
-@each(how=[deepcopy, lambda m: pickle.loads(pickle.dumps(m))], k=everything)
-def test_copies_in_the_middle_of_a_batch(k, how):
-    "As of a callback that averages weights: a copy runs by itself, as a plain model"
-    class Copies(Callback):
-        def after_backward(self): self.copy = how(self.learn.model)
-    def preds(m): set_seed(0); return m.eval()(images[:4])
-    copy,plain = of_pictures(Copies(), *everything[k]()).copies.copy,PictureNet().double()
-    left_alone(copy)
-    plain.load_state_dict(copy.state_dict())
-    assert torch.equal(preds(copy), preds(plain))
 
 # ---- batch norm
 
@@ -326,18 +312,19 @@ def test_a_failure_in_a_slice(k, e, backward, norm):
     assert backward or identical(was, now)   # or the forward pass is over, as in the plain run
 
 def test_a_batch_of_another_length_has_its_own_plan():
-    "Texts of several lengths"
+    "How many draws there are, and which norm is used, depends on the length of the texts; of 4 and 5 only the norm"
     g = torch.Generator().manual_seed(0)
-    batches = [(torch.randint(2, 30, (8,t), generator=g), torch.randint(0, 3, (8,), generator=g)) for t in (5,9,5,7)]
+    batches = [(torch.randint(2, 30, (8,t), generator=g), torch.randint(0, 3, (8,), generator=g)) for t in (5,4,9,7)]
     def f(m, x):
-        h = F.dropout(m.emb(x), .2)
-        for _ in range(x.shape[1]//3): h = F.dropout(h, .1)   # the number of draws depends on the length
-        return m.head(m.bn(m.rnn(h)[0].mean(1)))
+        h = m.rnn(m.emb(x))[0].mean(1)
+        for _ in range(x.shape[1]//3): h = F.dropout(h, .1, m.training)
+        return m.head((m.wide if x.shape[1]>4 else m.narrow)(h))
     def model():
         set_seed(2)
-        return Odd(f, emb=nn.Embedding(30,6), rnn=nn.LSTM(6,8,batch_first=True), bn=bn8(), head=nn.Linear(8,3)).double()
-    same(lambda: MicroBatch(3, exact=True), dls=lambda bs: of_batches(batches), model=model, fit=lambda l: l.fit(2),
-         **one_group)
+        rnn = nn.LSTM(6, 8, batch_first=True)
+        return Odd(f, emb=nn.Embedding(30,6), rnn=rnn, wide=bn8(), narrow=bn8(), head=nn.Linear(8,3)).double()
+    same(lambda: MicroBatch(3, exact=True, valid=False), dls=lambda bs: of_batches(batches), model=model,
+         fit=lambda l: l.fit(2), **one_group)
 
 def average():
     "A running average, which moves only when it is told to"
@@ -407,14 +394,3 @@ def test_several_backward_passes(heads):
     torch.manual_seed(2)
     same_slices(Odd(f, body=nn.Linear(6,6), a=nn.BatchNorm1d(6), b=nn.BatchNorm1d(6)), cbs=Balance(),
                 loss_func=lambda pred, y: (pred[0]*pred[1]).mean())
-
-def test_norms_that_depend_on_the_shape():
-    "Wide inputs go through one batch norm, narrow ones through another, so a plan of the first misses its statistics"
-    batches = [(torch.randint(9, (8,t)),classes(8)) for t in (9,4,9,4)]
-    def f(m, x): return m.head(F.dropout((m.wide if x.shape[1]>5 else m.narrow)(m.emb(x).mean(1)), .2, m.training))
-    def model():
-        set_seed(0)
-        norms = dict(wide=nn.BatchNorm1d(6), narrow=nn.BatchNorm1d(6))
-        return Odd(f, emb=nn.Embedding(9,6), **norms, head=nn.Linear(6,3)).double()
-    same(lambda: MicroBatch(2, exact=True, valid=False), dls=lambda bs: of_batches(batches), model=model,
-         fit=lambda l: l.fit(2), **one_group)

@@ -1,5 +1,5 @@
 """What the simulated accelerator says that it simulates. `test_on_a_device` shows that there are two of them, and that
-their results are those of the CPU; `test_memory`, that they run out of memory and report races"""
+their results are those of the CPU; `test_memory`, that they run out of memory"""
 import gc,threading
 import pytest,torch
 import torch.nn.functional as F
@@ -37,16 +37,6 @@ def test_dropout_is_one_operation(fakegpu):
     out.sum().backward()
     assert out.grad_fn.name()=='NativeDropoutBackward0' and torch.equal(x.grad, out)
     assert set(out.tolist())=={0., torch.tensor(1/.75).item()}
-
-def test_fused_attention_draws_inside(fakegpu):
-    q,state,grads = numbers(2, 2, 5, 4, requires_grad=True),fakegpu.get_rng_state(),[]
-    for _ in range(2):
-        fakegpu.set_rng_state(state)
-        out = F.scaled_dot_product_attention(q, q, q, dropout_p=.5)
-        after = fakegpu.get_rng_state()
-        grads += torch.autograd.grad(out.sum(), q)   # draws the same mask once more, from the seed that it kept
-        assert 'FusedAttention' in out.grad_fn.name() and torch.equal(fakegpu.get_rng_state(), after)
-    assert torch.equal(*grads) and not torch.equal(after, state)
 
 # Memory
 
@@ -92,14 +82,16 @@ def test_a_copy_to_pinned_memory_is_late(fakegpu):
     for to,late in (torch.zeros(4),True),(host.clone().pin_memory(),False),(host.double().pin_memory(),True):
         assert to.zero_().copy_(x, non_blocking=late).sum()==4
 
-def test_writing_or_freeing_what_another_stream_reads(fakegpu):
+def test_reading_writing_or_freeing_what_another_stream_uses(fakegpu):
     side,(x,late) = fakegpu.Stream(),[torch.ones(4, device='fakegpu') for _ in range(2)]
     side.wait_stream(fakegpu.current_stream())
     with fakegpu.stream(side): y,host = x*2,torch.empty(4).pin_memory().copy_(late, non_blocking=True)
+    y+1
     x.zero_()
     del late
     user = f'stream {side.stream_id} of device 0'
-    assert fakegpu.races()==[f'stream 0 of device 0 writes what {user} reads',
+    assert fakegpu.races()==[f'stream 0 of device 0 reads what {user} writes',
+                             f'stream 0 of device 0 writes what {user} reads',
                              f'memory of stream 0 of device 0 is freed while {user} uses it']
     side.synchronize()
     assert host.isnan().all() and y.sum().item()==8   # what races may still give the right numbers

@@ -17,11 +17,7 @@ def net(norm=False):
     inner = [nn.Sequential(lin(8), *([nn.BatchNorm1d(8)] if norm else []), nn.Tanh()) for _ in range(3)]
     return nn.Sequential(lin(6), *inner, nn.Linear(8,3)).double()
 
-def fit(*cbs, make=net):
-    learn = make_learner(make_dls(48, 16, shuffle=False), make(), opt_func=SGD, cbs=cbs, lr=.1, **one_group)
-    seed_all()
-    learn.fit(3)
-    return learn
+def fit(*cbs, make=net): return train(cbs, 16, 48, lambda l: l.fit(3), model=make, opt_func=SGD, lr=.1, **one_group)
 
 class Hooked(Callback):
     "Inside of a block"

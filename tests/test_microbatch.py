@@ -71,18 +71,6 @@ def test_arrays_that_hold_no_numbers(name, kw):
     def batch(idxs): return features(64)[idxs],ids[name][idxs],classes(64)[idxs]
     whole(lambda: MicroBatch(5, **kw), bs=16, dls=two_inputs(batch), model=lambda: odd(takes))
 
-def of_columns(idxs): return features(64).T[:,idxs],features(64, 2).T[:,idxs],classes(64)[idxs]
-def columns(b, bs): return [tuple(o[...,i:i+bs] for o in b) for i in range(0, len(b[-1]), bs)]
-
-@each(kw=ways)
-def test_split(kw):
-    "Samples in the second dimension, of two inputs; also for predictions, where no targets show how many there are"
-    inner = partial(normed, nn.Dropout(.3), d=8) if 'exact' in kw else partial(small_model, 8)
-    def model(): return Odd(lambda m, *xs: m.m(torch.cat(xs).T), m=inner())
-    a,b = whole(lambda: MicroBatch(5, split=columns, **kw), bs=16, dls=two_inputs(of_columns), model=model)
-    test = DataLoader([o[:2] for o in a.dls.valid], bs=None)
-    close(a.get_preds(dl=test)[0], b.get_preds(dl=test)[0])
-
 def embed(m, x): return tuple(F.normalize(o, dim=1) for o in m.m(x).chunk(2, 1))
 def logits(m, x): a,b = embed(m, x); return dict(logits=a@b.t())
 def own_pair(logits): return F.cross_entropy(logits, torch.arange(len(logits)))
@@ -107,14 +95,6 @@ def test_all_pairs_in_slices_of_one_size():
     m.m = small_model(out=8)
     learner(m, None).fit(2)
     assert {o for o in logs[m] if o[0]!=8}=={(7,False)} and logs[m].count((7,False))==3   # and in each validation
-
-def test_a_last_batch_of_nine():
-    "Two slices of alike size: batch norm cannot train on one sample"
-    model = lambda: nn.Sequential(nn.Linear(6,5), nn.BatchNorm1d(5), nn.Linear(5,3)).double()
-    sizes,m = [],model()
-    m[1].register_forward_pre_hook(lambda m, x: sizes.append(len(x[0])) if m.training else None)
-    make_learner(make_dls(25, 16), m, cbs=MicroBatch(8), **one_group).fit(1)
-    assert sizes==[8,8,5,4]
 
 @each(kw=ways)
 def test_images_in_a_list(kw):

@@ -4,9 +4,10 @@ Everything is on the simulated accelerator, which also reports each race between
 import gc,pickle,matplotlib
 from nets import *
 from fastai_accum.all import *
+from fastai_accum.proof.dry import planning
 from kinds import Odd
 import test_endings,test_lr_find,test_windows
-from test_exact import PictureNet,images,of_pictures
+from test_exact import X2,Y2,PictureNet,draws,images,of_pictures,same_slices
 matplotlib.use('Agg')
 SECOND = GPU.replace('0', '1')
 needs_two = pytest.mark.skipif(GPU=='cuda:0' and torch.cuda.device_count()<2, reason='needs two devices')
@@ -34,16 +35,6 @@ def test_follows(case, tmp_path):
 def test_slices(kw):
     same(lambda: MicroBatch(5, **kw), 32, splitter=trainable_params)
     same(lambda: [AccumulateStep(4), MicroBatch(3, **kw)], also=lambda: GradientClip(.01))
-
-def test_windows_on_a_schedule(monkeypatch):
-    "As on the CPU"
-    def train(): return test_windows.ours(76, AccumulateStep(n_samples=lambda pct: 8*grows(pct), drop_last=True))[0]
-    a = train()
-    monkeypatch.setattr(here, 'device', torch.device('cpu'))
-    b = train()
-    assert_same(a, b)
-    sizes = a.accumulate_step.counts.sizes
-    assert sizes==b.accumulate_step.counts.sizes and len(set(sizes))>2
 
 # ---- mixed precision
 
@@ -98,7 +89,10 @@ def test_mixed_precision_bit_for_bit(mode):
     a,b = (mixed(mode, cbs, 8, None, PictureNet, images) for cbs in (cases['memory'](0),[]))
     assert_same(a, b, tol=0)
 
-# ---- attention that draws inside
+# ---- dropout that is one operation, and attention that draws inside
+
+@each(k=['weight','attention'])
+def test_dropout_in_one_operation(k): same_slices(draws[k], X2, Y2)
 
 def attend(m, x):
     qkv = m.qkv(x).unflatten(2, (3,2,4)).permute(2,0,3,1,4)   # heads of 4 numbers
@@ -174,14 +168,23 @@ def small_learner(k, model=PictureNet, **kwargs):
     learn.fit(1)
     return learn
 
-@drawn(4, k=cases, event=['after_pred','after_backward'])
+calls = []   # global, or a trial would put it back
+
+stops = ('exact','model'),*sample(itertools.product(cases, ['after_pred','after_backward']), 4)
+
+@pytest.mark.parametrize('k,event', stops)
 def test_ctrl_c_leaves_nothing(k, event, fakegpu):
-    "In the second micro-batch of a window, or in the second slice of a batch"
-    learn,n = small_learner(k),itertools.count()
+    "In the second micro-batch of a window, in the second slice of a batch, or in the model while the first slice waits"
+    learn = small_learner(k)
     before = kept(fakegpu, learn)
-    def interrupt(cb):
-        if cb.training and next(n)==1: raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=EachMicro(**{event:interrupt}))
+    calls.clear()
+    def interrupt(*_):
+        if not learn.training or planning.get(): return
+        calls.append(1)
+        if len(calls)==2: raise KeyboardInterrupt
+    if event=='model': learn.model.stem[0].register_forward_hook(interrupt)
+    cb = EachMicro(**{} if event=='model' else {event:interrupt})
+    with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=cb)
     now = kept(fakegpu, learn)
     assert all(a<=b for a,b in zip(now, before)) and is_returned(learn), (now, before)
     learn.fit(1)

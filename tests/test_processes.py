@@ -80,22 +80,12 @@ def test_every_event_in_processes(results):
         close(several['seen'], seen)
         assert len(seen)>100
 
-def test_messages_of_a_window(results):
-    """Two windows of four: nothing is sent until the last; then a few numbers, and the gradients of one batch as one
-    message. Until then, the gradients of the processes differ"""
-    n_bytes = sum(p.numel()*8 for p in small_model().parameters())
-    both = [o['seen'] for o in results(2, 'messages')['messages']]
-    for seen in both:
-        sent = [[n for k,n in o if k=='all_reduce'] for o,_ in seen]
-        assert [len(o)>0 for o in sent] in ([False,False,False,True]*2, [False]*8)
-        assert all(o==n_bytes or o<=64 for os in sent for o in os)
-    for (_,a),(_,b) in zip(*both): assert not all(map(torch.equal, a, b))
-
-def test_messages_of_an_exact_batch(results):
-    """One at each of two norms, forward and backward, one at the end of the window, and one with the gradients,
-    although one process has six slices and the other has two"""
-    for several in results(2, 'synced_messages')['synced_messages']:
-        assert several['seen']==[dict(all_gather=2*2+1, all_reduce=1)]*8
+def test_messages(results):
+    """One at the end of a window, and one with the gradients. An exact batch sends one more at each of two norms,
+    forward and backward, although one process has six slices and the other has two"""
+    for name,n_windows,n_norms in ('messages',2,0),('synced_messages',8,2):
+        for several in results(2, name)[name]:
+            assert several['seen']==[dict(all_gather=2*n_norms+1, all_reduce=1)]*n_windows
 
 def test_on_two_devices(fakegpu, tmp_path_factory, monkeypatch):
     "Each process trains on a simulated accelerator of its own, and one process on the CPU"

@@ -165,10 +165,6 @@ def test_what_cannot_be_tried_is_said_in_each_fit():
     learn = learner(net(Odd(breaks)), MicroBatch(3, coupled=True))
     for _ in range(2):
         with pytest.warns(UserWarning, match='was not tried on your model.*not here.*not known'): learn.fit(1)
-    def breaks_first(m, x): return breaks(m, x) if len(x) in (4,9) else x   # the look can run
-    for f,line in (breaks,'whole batch$'),(breaks_first,r'learn.micro_batch\(3, exact=True, prove=False\)'):
-        learn = learner(net(Odd(f)), MicroBatch(3, exact=True))   # is refused, with the line that trains without
-        with pytest.raises(ValueError, match=f'not here.*{line}'): learn.fit(1)
 
 def single(m, x):
     if x.dtype==torch.float64: raise RuntimeError('expected float32')
@@ -197,15 +193,6 @@ def test_how_often_it_is_proved(case, monkeypatch, capsys):
     fit(learner(m := model(), way(m), splitter=halves))
     said = re.findall(r'is proved on your model: 4 samples.* What is proved: https://', capsys.readouterr().out)
     assert len(said)==n
-
-def clips(m, x): return x+x.view(-1,4,*x.shape[1:]).flip(1).reshape(x.shape)
-
-def test_a_multiple_of_four_samples(capsys):
-    "As a video model of four clips wants it: it is tried on as many as a few slices have, and is exact"
-    # a bias before a batch norm has no gradient but rounding
-    same(lambda: MicroBatch(4, exact=True), large=8, n=16, x=images[:16].double(), y=classes(16), opt_func=SGD,
-         model=lambda: net(Odd(clips)).double(), fit=Self.fit(1, .1), splitter=params, but=('step.grads','opt'))
-    assert n_proofs(capsys)==1
 
 class OwnBackward(Callback):
     "A second backward pass through the batch's predictions"

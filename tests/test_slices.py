@@ -18,17 +18,7 @@ def unproved(monkeypatch):
     "The models of these tests note their slices, so a proof would rightly refuse them; test_proof.py has the proofs"
     monkeypatch.setattr(microbatch, 'guard', noop)
 
-def cycle(learn): learn.fit_one_cycle(2, .02)
-def train(cbs=(), n=76, bs=32, fit=cycle, model=None, dls=None, **kwargs):
-    learn = make_learner((dls or make_dls)(n, bs), model and model(), cbs=cbs, **{**one_group, **kwargs})
-    torch.manual_seed(1); np.random.seed(1); random.seed(1)
-    fit(learn)
-    return learn
-def alike(cb, tol=TOL, **kwargs):
-    "The learners with `cb` and without"
-    a,b = train(cb, **kwargs),train(**kwargs)
-    assert_same(a, b, tol)
-    return a,b
+train = partial(train, shuffle=True, **one_group)
 def odd(f, **kwargs): return lambda: Odd(f, m=small_model(), **kwargs)
 
 modes = each(coupled=[False,True])
@@ -39,7 +29,7 @@ def test_weight():
     by = dict(weight=lambda p, y: w[y].sum())
     kwargs = dict(loss_func=lambda p, y: F.cross_entropy(p, y, weight=w), opt_func=SGD)
     for cbs in [MicroBatch(5, **by)],[MicroBatch(5),AccumulateStep(1, **by)],[MicroBatch(5, **by),AccumulateStep(1)]:
-        alike(cbs, **kwargs)
+        whole(lambda: cbs, **kwargs)
     assert worst(train(MicroBatch(5), **kwargs), train(**kwargs))[0]>1e-3
 
 class Noisy(nn.Module):
@@ -150,9 +140,11 @@ def test_joined_lists(k):
     with pytest.raises(Refused, match='nobody knows whether pred of 4.*pass another bs'): join(preds, sizes)
 
 def test_entries_that_look_like_levels():
-    "In validation, a smaller slice shows that a tuple has an entry for each sample, of as many numbers as there are entries"
+    """In validation, a smaller slice shows that a tuple has an entry for each sample, of as many numbers as there are
+    entries"""
     def loss(p, y): return F.cross_entropy(torch.stack(p), y)
-    alike(MicroBatch(3), dls=lambda *_: make_dls(12, 12, valid_bs=12), model=odd(lambda m, x: m.m(x).unbind()), loss_func=loss)
+    whole(lambda: MicroBatch(3), dls=lambda _: make_dls(12, 12, valid_bs=12), model=odd(lambda m, x: m.m(x).unbind()),
+          loss_func=loss)
 
 def zipped(p, os): return sum((a-(b if isinstance(b, Tensor) else b['box'])).pow(2).mean() for a,b in zip(p, os))/len(p)
 def boxes_of(x, y): return [o.new_ones(1+int(k),3)*o[:3] for o,k in zip(x, y)]
@@ -162,15 +154,15 @@ collates = dict(records=lambda x, y: [dict(box=o[:3], name='a') for o in x], box
 @each(3, k=collates, coupled=[False,True])
 def test_lists_of_targets(k, coupled):
     "Slices, windows and the check are exact with them"
-    def dls(n, bs):
+    def dls(bs, n=76):
         def collate(os): x,y = map(torch.stack, zip(*os)); return x,collates[k](x, y)
         data = list(zip(features(n), classes(n)))
         return DataLoaders(*[DataLoader(data, bs=bs, create_batch=collate) for _ in range(2)])
     kwargs = dict(dls=dls, loss_func=zipped, fit=lambda l: l.fit(1))
-    alike(MicroBatch(8, coupled=coupled), **kwargs)
+    whole(lambda: MicroBatch(8, coupled=coupled), **kwargs)
     a,b = train(AccumulateStep(4), bs=8, **kwargs),train(**kwargs)
     assert_same(a, b, but=('values','final_record'))   # in validation, fastai counts the rows of boxes
-    learn = make_learner(dls(40, 8), cbs=AccumulateStep(4), loss_func=zipped)
+    learn = make_learner(dls(8, 40), cbs=AccumulateStep(4), loss_func=zipped)
     assert learn.check_accumulation().error<1e-12
 
 uncut = (torch.ones(5), torch.ones(2,5)),(dict(x=torch.ones(5), m=torch.ones(3)),),('text',),(['a','b'],['c']), \
@@ -231,7 +223,7 @@ def test_auto(coupled, where, how, scaler):
     window,bs,limit = how
     found = bs
     while found>limit: found = -(-found//2)
-    def fit(learn): learn.recorder.train_metrics = True; cycle(learn)
+    def fit(learn): learn.recorder.train_metrics = True; learn.fit_one_cycle(2, .02)
     def run(size, model):
         more = [AccumulateStep(**window)] + [OnCpu(init_scale=2.**10, growth_interval=2)]*scaler
         loss = nn.CrossEntropyLoss(weight=tensor([1.,10.,3.]).double())
@@ -319,13 +311,10 @@ def test_auto_gives_up(coupled, where, case):
 
 # Models with a state
 
-class TokenLoss(nn.CrossEntropyLoss):
-    def forward(self, pred, y): return super().forward(pred.flatten(0,1), y.flatten())
-
-def texts_dls(n, bs):
+def texts_dls(bs):
     "A language model's batches: row `i` goes on where row `i` of the batch before has ended"
     from fastai.text.data import LMDataLoader
-    ids = torch.randint(2, 20, (n*bs,), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(2, 20, (40*bs,), generator=torch.Generator().manual_seed(0))
     return DataLoaders(*[LMDataLoader([(ids,)], lens=[len(ids)], bs=bs, seq_len=7, shuffle=False, num_workers=0)
                          for _ in range(2)])
 
@@ -338,7 +327,7 @@ def language_model(p=0.):
     return get_language_model(AWD_LSTM, 20, config).double()
 
 def train_lm(*cbs, model=language_model):
-    return train([*rnn_cbs(0., 0.),*cbs], dls=texts_dls, model=model, n=40, bs=16, loss_func=TokenLoss())
+    return train([*rnn_cbs(0., 0.),*cbs], dls=texts_dls, model=model, bs=16, loss_func=TokenLoss())
 
 @each(coupled=[False,True], bs=[4,5])
 def test_a_model_with_a_state(coupled, bs):
@@ -364,7 +353,7 @@ def test_slices_without_gradient():
         out,keep = torch.zeros(len(x), 3).double(),x[:,0]>.5
         if keep.any(): out[keep] = m.m(x[keep])
         return out
-    alike(MicroBatch(2, coupled=True), model=odd(some))
+    whole(lambda: MicroBatch(2, coupled=True), model=odd(some))
     def frozen(): return small_model().requires_grad_(False)
     def run(*cbs):
         loss = Scaled()
@@ -425,19 +414,21 @@ def test_auto_does_not_try_a_step_again():
 
 @modes
 def test_auto_closes_autocast(coupled):
-    def dls(n, bs): return make_dls(n, bs, x=features(80).float(), y=classes(80))
-    train([MicroBatch('auto', coupled=coupled),OnCpu(torch.bfloat16)], model=lambda: Small(8).float(), dls=dls)
+    train([MicroBatch('auto', coupled=coupled),OnCpu(torch.bfloat16)], model=lambda: Small(8).float(),
+          x=features(76).float())
     assert n_autocast()==0
 
 def test_auto_goes_back_twice_to_what_was_there():
-    "The second batch of a window does not fit, nor does its half: both times the gradients of the first are undone"
+    """The second batch of a window does not fit, nor does its half: both times the gradients of the first are undone,
+    and each sample counts once in the metric"""
     def fit(learn):
         for p in learn.model.parameters(): p.grad = torch.full_like(p, .1)
+        learn.recorder.train_metrics = True
         learn.fit(1, .02)
-    def dls(n, bs):
+    def dls(bs):
         parts = [(features(80)[i:j],classes(80)[i:j]) for i,j in ((0,8),(8,40),(40,48),(48,80))]
         return of_batches(parts)
-    a,b = (train([MicroBatch(bs),AccumulateStep(2)], dls=dls, fit=fit, model=m)
+    a,b = (train([MicroBatch(bs),AccumulateStep(2)], dls=dls, fit=fit, model=m, metrics=accuracy)
            for bs,m in (('auto',partial(Small, 8)),(8,Noisy)))
     assert_same(a, b, tol=0)
 
@@ -454,7 +445,7 @@ def test_models_in_wrappers(coupled, how):
 def test_a_forward_of_the_user():
     "One that was put on the model stays on it"
     def model(): m = small_model(); f = m.forward; m.forward = lambda x: f(x)*2; return m
-    a,_ = alike(MicroBatch(5), model=model)
+    a,_ = whole(lambda: MicroBatch(5), model=model)
     assert 'forward' in vars(a.model) and a.model.forward(features(2)).shape==(2,3)
 
 # What cannot be cut or joined is said early
@@ -494,7 +485,7 @@ def test_hooks_that_come_with_the_first_batch(kw):
     def hooks(m, x):
         if not m.done: m.m[0].register_forward_hook(lambda m, xs, out: out*1.1); m.done = True
         return m.m(x)
-    a,_ = alike(MicroBatch(5, **kw), model=odd(hooks, done=False))
+    a,_ = whole(lambda: MicroBatch(5, **kw), model=odd(hooks, done=False))
     assert len(a.model.m[0]._forward_hooks)==1
 
 def test_a_batch_that_needs_no_cut_runs_once():

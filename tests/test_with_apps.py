@@ -227,9 +227,6 @@ test_own_loss = app('transformers, `output.loss`',
     'divides by.', *token_heads, weight=lambda out, y: (y!=-100).sum(), model=with_labels, loss=lambda out, y: out.loss,
     cb=lambda: Callback(before_batch=give_labels))(text_learner)
 
-class TokenLoss(nn.CrossEntropyLoss):
-    def forward(self, pred, y): return super().forward(pred.flatten(0,1), y.flatten())
-
 # so small that no weight is dropped; of 0 recent PyTorch returns the parameter itself, which `WeightDropout` cannot
 # take
 no_dropout = dict(hidden_p=0., input_p=0., embed_p=0., weight_p=1e-20, output_p=0.)

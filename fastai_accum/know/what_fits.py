@@ -113,9 +113,9 @@ class Trials:
             # the weights are there already
             self.budget = free_here(self.device)+self.weights if budget is None else budget_bytes(budget)
             batches = first_batches(learn.dls.train)
-        if not batches: raise ValueError("what_fits: the loader yields no batch; set a smaller batch size")
-        self.batch = max(batches, key=lambda b: sum(math.prod(o.shape) for _,o in leaves(b)))
-        self.n = n_of(learn, self.batch)
+            if not batches: raise ValueError("what_fits: the loader yields no batch; set a smaller batch size")
+            self.batch = max(batches, key=lambda b: sum(math.prod(o.shape) for _,o in leaves(b)))
+            self.n = n_of(learn, self.batch)   # fastai's loaders draw a sample for it
         self.status = Status('what_fits', learn, 0, asked=True)
 
     def what_changes(self, cbs):
