@@ -111,14 +111,12 @@ class Windows:
 def __iter__(self:Windows):
     "The windows, each an iterator over its batches; one batch is in memory at a time"
     batches = self.drawn()
-    i = 0
+    i,n_planned = 0,(self.ends or [0])[-1]
     for b in batches:
         n_before = self.n_drawn-1
-        if self.drop_last and self.ends is not None:
-            planned = [0,*self.ends]
-            if i==len(self.ends) and n_before==planned[-1]:   # the plan is over: this is the tail
-                for _ in batches: pass
-                return
+        if self.drop_last and i==len(self) and n_before==n_planned:   # the plan is over: this is the tail
+            for _ in batches: pass
+            return
         head = [b]
         del b   # or it would stay in memory until the window ends
         yield self.fill(chain(_pop(head), batches), self.size(self.share(n_before)))
