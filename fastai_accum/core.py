@@ -210,13 +210,5 @@ def _is_ours(cb): return any(o.__module__.startswith('fastai_accum.') for o in t
 @patch_to(Learner)
 @wraps(_exports)
 def export(self, *args, **kwargs):
-    was,ours = self.cbs,self.cbs.filter(_is_ours)
-    left = {k:vars(self).pop(k) for k,v in [*vars(self).items()] if isinstance(v, Callback) and _is_ours(v)}
-    self.cbs = was.filter(_is_ours, negate=True)
-    for o in ours: o.learn = None
-    try: return _exports(self, *args, **kwargs)
-    finally:
-        self.cbs = was
-        for o in ours: o.learn = self
-        vars(self).update(left)
+    with self.removed_cbs(self.cbs.filter(_is_ours)): return _exports(self, *args, **kwargs)
 Learner.export.fastais = _exports

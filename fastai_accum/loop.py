@@ -141,13 +141,11 @@ def begin(self:WindowCallback):
     if not hasattr(type(self), 'before_backward'): self.before_backward = self.own_loop
     windows = self.in_windows(learn, learn.dls.train)
     if windows.ends!=[]: note_batch_norm(self, learn)   # otherwise, an error comes soon
-    self.lengthen_lr_find(windows)
+    lengthen_lr_find(learn, windows)
 
 # %% ../nbs/loop.ipynb #7be5d06f
-@patch
-def lengthen_lr_find(self:WindowCallback, windows):
+def lengthen_lr_find(learn, windows):
     "Give `lr_find` enough epochs for the steps that it counts"
-    learn = self.learn
     num_it = getattr(vars(learn).get('lr_finder'), 'num_it', None)
     if not num_it or learn.n_epoch!=num_it//len(learn.dls.train)+1: return   # or somebody's `fit(5, cbs=LRFinder())`
     n_steps = len(windows) if windows.ends else 1   # at least 1, if nobody knows how many
@@ -495,15 +493,13 @@ def weigh(self:Window):
         weight, = more or [divisor]
     except (TypeError,ValueError,RuntimeError): divisor = weight = math.nan
     if is_count and 0<=divisor<math.inf and 0<=weight<math.inf:
-        return (divisor,weight) if divisor==weight else self.checked(divisor, weight)
+        return (divisor,weight) if divisor==weight else checked(self.acc, divisor, weight)
     got = getattr(w, 'shape', None) or getattr(w, 'item', lambda: w)()
     raise ValueError(f"{self.acc}: {'weight' if given else 'loss_weight'} must return one finite number of at "
                      f"least 0, or a tuple of two, got {got!r}; if it is a tensor with several, return their sum")
 
-@patch
-def checked(self:Window, divisor, weight):
+def checked(acc, divisor, weight):
     "Refuse two numbers that are not max(c, n) and n with the same c in all micro-batches"
-    acc = self.acc
     if acc.floor is None: acc.floor = divisor
     if divisor>weight and math.isclose(divisor, acc.floor, rel_tol=1e-6): return divisor,weight
     raise ValueError(f"{acc}: the two numbers of weight must be max(c, n) and n, with the same c in all "
