@@ -14,7 +14,8 @@ from scipy import stats
 from ..core import AccumulateStep,added,in_charge
 from .bench import keep_off,stream,unchanged
 from ..proof.guard import Status
-from ..refusals import check_count,check_learner,named,splits_norms,warn
+from ..private import AnyBatchNorm
+from ..refusals import check_count,check_learner,named,warn
 
 # %% ../../nbs/know/noise.ipynb #6e07457f
 def unbiased(n, weight, sum_sq, mean_sq):
@@ -54,6 +55,11 @@ class Measure(Callback):
     win = None     # the window that is measured
     def __init__(self, num_it, status): self.num_it,self.status,self.rows = num_it,status,[]
     def grads(self): return {p:p.grad for p,*_ in self.learn.opt.all_params() if p.grad is not None}
+
+    def before_train(self):
+        if self.epoch or not any(isinstance(m, AnyBatchNorm) and m.training for m in self.model.modules()): return
+        warn("noise_scale: the model has batch norm, which sees one micro-batch at a time; "
+             "this biases the noise scale; use BatchNormEval()")
 
     def after_backward(self):
         win,now = in_charge(self.learn).window,self.grads()
@@ -135,9 +141,6 @@ def noise_scale(self:Learner,
     if n<4*n_step:
         raise ValueError(f"noise_scale: an epoch has {n} batches, too few to tell the gradient from its noise; it "
                          f"needs {4*n_step} or more. Take more data, or a smaller batch size in the loader")
-    if splits_norms(self):
-        warn("noise_scale: the model has batch norm, which sees one micro-batch at a time; "
-             "this biases the noise scale; use BatchNormEval()")
     windows = AccumulateStep(n_step, average=own.average, weight=own.weight, drop_last=False)
     status = Status('noise_scale', self, num_it := min(num_it, 4*(n//n_step)))
     measure = Measure(num_it, status)
