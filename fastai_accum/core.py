@@ -157,7 +157,9 @@ class _Block(ContextDecorator):
     used = False
     def __init__(self, args, kwargs): store_attr()
     def __repr__(self): return f'accumulation: for a block only; write `with accumulation({self.args}): learn.fit(1)`'
-    def refuse(self, *_): raise TypeError(f'{self!r}, or `learn.accumulate({self.args})` for a callback')
+    def refuse(self, *_):
+        self.used = True
+        raise TypeError(f'{self!r}, or `learn.accumulate({self.args})` for a callback')
     learn = property(noop, refuse)   # which a learner sets in its callbacks
     def __call__(self, f): self.used = True; return super().__call__(f)
     def _recreate_cm(self): return _Block(self.args, self.kwargs)   # for each call of a function that it decorates
@@ -210,5 +212,13 @@ def _is_ours(cb): return any(o.__module__.startswith('fastai_accum.') for o in t
 @patch_to(Learner)
 @wraps(_exports)
 def export(self, *args, **kwargs):
-    with self.removed_cbs(self.cbs.filter(_is_ours)): return _exports(self, *args, **kwargs)
+    was,ours = self.cbs,self.cbs.filter(_is_ours)
+    left = {k:vars(self).pop(k) for k,v in [*vars(self).items()] if isinstance(v, Callback) and _is_ours(v)}
+    self.cbs = was.filter(_is_ours, negate=True)
+    for o in ours: o.learn = None
+    try: return _exports(self, *args, **kwargs)
+    finally:
+        self.cbs = was
+        for o in ours: o.learn = self
+        vars(self).update(left)
 Learner.export.fastais = _exports

@@ -72,8 +72,9 @@ class Replicas(Alone):
 
     def leave(self, e, waits):
         "Tell the others that this process leaves an epoch with `e`; `waits`: they may wait for it in a window"
+        if not self.awaited or self.synced and not waits: return   # they may wait for another message
         if isinstance(e, _asked): self.sum('leaves the epoch')   # a callback asks for it, and must do so in all
-        elif waits and self.synced and self.awaited and not isinstance(e, Stopped):
+        elif self.synced and not isinstance(e, Stopped):
             with suppress(Exception): self.sum('has failed')
 
     def each(self, at, t):

@@ -218,7 +218,8 @@ class Sent(Callback):
         self.sent[k] += 1
         return f(*args, **kwargs)
     def before_batch(self):
-        if self.accumulate_step.window.n_micro==1: self.sent.clear()
+        acc = vars(self.learn).get('accumulate_step')   # one process has none
+        if acc is None or acc.window.n_micro==1: self.sent.clear()
     def before_step(self): self.learn.seen.append(dict(self.sent))
     def after_fit(self):
         for k,f in self.plain.items(): setattr(dist, k, f)
@@ -373,19 +374,16 @@ def refused_exact(cbs, says, error=RuntimeError, **kwargs):
     return refused(over_all([[8]*3, [12]*3, [4]*3], cbs=cbs, **kwargs), says, error,
                    good=over_all([[8]*3, [12]*3, [4]*3], (3,5)))
 
-def leaves(error, event):
-    # after the `Recorder`, whose metrics send messages, too
-    leave = lambda: raising(error, event, lambda cb: cb.iter==1 and rank()==1, order=60)
+def leaves(error):
+    "By a callback of one process, in the middle of a window"
+    leave = lambda: raising(error, 'after_loss', lambda cb: cb.iter==1 and rank()==1)
     return refused(Case([4]*8, cbs=leave), '1 leaves the epoch', RuntimeError)
 
 waits = 'lr_find waits for ever in several processes'
 alike = 'process 0 cuts a batch into 3 slices, but process 1 cuts a batch into 4 slices'
 cases.update(
     recovers        = refused(Case([[4]*9, [4]*4]), 'has no more batches', RuntimeError),
-    # by a callback, in the middle of a window and at its end
-    leaves_epoch    = leaves(CancelEpochException, 'after_loss'),
-    leaves_training = leaves(CancelTrainException, 'after_batch'),
-    leaves_fit      = leaves(CancelFitException, 'after_batch'),
+    **{f'leaves_{k}':leaves(o) for k,o in dict(epoch=CancelEpochException, fit=CancelFitException).items()},
     shards          = refused(Case([4]*8, wrap=sharded), 'fully_shard'),
     lr_find         = refused(Case([4]*6, fit=find), waits),
     ctx_find        = refused(InContext(fit=find), waits),

@@ -1,7 +1,7 @@
 """`MicroBatch(exact=True)`: batch norm, dropout and every other draw are the whole batch's.
 
 Everything is float64 and compared with the large batch, the state of the random generators included."""
-import gc,signal,threading
+import gc,pickle,signal,threading
 from itertools import chain
 import pytest
 from torch.nn.utils import prune
@@ -91,6 +91,20 @@ pictures = dict(   # arguments of `MicroBatch`, callbacks beside it, and of `tra
 def test_exact(k, device):
     args,also,kw = pictures[k]
     assert_exact(*(of_pictures(*L(also()), *o, **kw) for o in ([MicroBatch(**args)],[])))
+
+everything = dict(exact=lambda: [MicroBatch(3, exact=True)], coupled=lambda: [MicroBatch(3, coupled=True)],
+                  memory=lambda: [GradientCheckpointing(),OffloadActivations()])
+
+@each(how=[deepcopy, lambda m: pickle.loads(pickle.dumps(m))], k=everything)
+def test_copies_in_the_middle_of_a_batch(k, how):
+    "As of a callback that averages weights: a copy runs by itself, as a plain model"
+    class Copies(Callback):
+        def after_backward(self): self.copy = how(self.learn.model)
+    def preds(m): set_seed(0); return m.eval()(images[:4])
+    copy,plain = of_pictures(Copies(), *everything[k]()).copies.copy,PictureNet().double()
+    left_alone(copy)
+    plain.load_state_dict(copy.state_dict())
+    assert torch.equal(preds(copy), preds(plain))
 
 # ---- batch norm
 

@@ -2,7 +2,7 @@
 
 The simulated accelerator counts every byte and has limits. A training step is measured with its gradients allocated
 before, as a share of the same step with the large batch."""
-import gc,sys
+import gc,sys,weakref
 import pytest
 from nets import *
 from kinds import Odd
@@ -121,6 +121,55 @@ def test_a_real_limit_with_exact(device, fakegpu, capsys):
     finally: fakegpu.set_limit(None)
     assert learn.micro_batches.fits[True]<=16
     close(weights(learn), weights(large), 1e-10)
+
+@there
+def test_what_fits_counts_what_is_free(device, fakegpu, capsys):
+    "The line that it suggests fits, where the whole batch does not"
+    peak = step_bytes(get_learner(), fakegpu)
+    learn = get_learner()
+    fakegpu.set_limit(fakegpu.memory_allocated()+int(.4*peak))
+    try:
+        found = learn.what_fits()
+        assert found.ways[0].fits is False and found.best.is_same and found.best.peak<=found.budget
+        exec(found.best.line, dict(learn=learn))
+        learn.fit(1)
+        with pytest.raises(torch.OutOfMemoryError): get_learner().fit(1)
+    finally: fakegpu.set_limit(None)
+
+# ---- nothing stays
+
+class Bomb(nn.Module):
+    "Raises in its `n`th call; in the CPU's memory, it notes what is kept for the backward pass"
+    alive,exc,n = [],None,0
+    def forward(self, x):
+        Bomb.n -= 1
+        if Bomb.exc and Bomb.n==0: raise Bomb.exc('stop')
+        if x.device.type!='cpu': return x
+        ones = np.ones(x.shape, np.float32)
+        Bomb.alive.append(weakref.ref(ones))
+        return x*torch.from_numpy(ones)
+
+def with_a_bomb():
+    m = tower(4)
+    return nn.Sequential(m[0], m[1], Bomb(), m[2], *m[7:])
+
+@pytest.mark.parametrize('exc,n,device', sample(itertools.product([RuntimeError,KeyboardInterrupt,MemoryError], [1,2,4],
+                                                                  ['cpu',GPU]), 4), indirect=['device'])
+def test_a_slice_that_fails_while_others_wait(exc, n, device, fakegpu, capsys):
+    "Whichever slice it is: no activations, no threads and no pinned memory are left"
+    learn = get_learner(MicroBatch(8, exact=True, prove=False), model=with_a_bomb, px=8)
+    def left():
+        let_go(learn)
+        alive = sum(o() is not None for o in Bomb.alive)
+        return fakegpu.memory_allocated(),fakegpu.pinned_stats()['count'],threads(),alive
+    learn.fit(1)
+    before = left()
+    Bomb.exc,Bomb.n = exc,2+n   # two calls plan the batch
+    try:
+        with pytest.raises(exc): learn.fit(1)
+    finally: Bomb.exc = None
+    now = left()
+    assert Bomb.n==0 and all(a<=b for a,b in zip(now, before)), (now, before)
 
 # ---- what the proof takes
 

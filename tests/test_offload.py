@@ -86,6 +86,13 @@ def test_root_sequential(device):
 
 # ---- what fits stays
 
+def test_the_smallest_room_counts_for_both(device):
+    rooms = []
+    def note(cb): rooms.append((cb.offloading.left,cb.checkpointing.left))
+    learn = get_learner().offload_activations('8 GB').gradient_checkpointing()
+    learn.fit(1, cbs=[NoValid(), Callback(after_pred=note)])
+    assert rooms and all(a is b and a.most==8*2**30 for a,b in rooms)
+
 class Bytes(Callback):
     "The bytes that go to the host and come back in each step; `at` a step of the fit, `n` bytes are taken for good"
     order = 1000

@@ -18,7 +18,7 @@ from ..memory.offload import Host,InRoom
 from ..modes import AtNorms,synced
 from ..private import is_compiled
 from ..proof.dry import Dry
-from ..slices import Refused,join,leaves
+from ..slices import NotPossible,Refused,join,leaves
 from ..state import ModelState,lent,shared,switches
 from ..turns import Coupled,one_by_one
 
@@ -33,7 +33,7 @@ class Exact(Coupled):
         self.plans = {}
         reads = [m for m in self.model.modules() if hasattr(m, 'bptt') and hasattr(m, 'pad_idx')]
         self.pad = reads[0].pad_idx if reads else None   # if it reads texts in pieces
-        for o in micro.learn.cbs.filter(risinstance(InRoom)):
+        for o in micro.learn.cbs.filter(risinstance(InRoom)) if micro.learn.training else ():
             name = type(o).__name__
             raise Refused(f"MicroBatch: exact=True and {name} cannot be combined; write `learn.remove_cb({name})`, "
                           "since exact=True keeps the activations on the host already")
@@ -59,7 +59,7 @@ def refuse(model):
     "Refuse a model whose batch norms or random numbers cannot be seen from outside"
     for name,m in model.named_modules():
         if is_compiled(m) or isinstance(m, (torch.jit.ScriptModule,nn.DataParallel)):
-            raise Refused(f"MicroBatch: exact=True cannot see into the {type(m).__name__} "
+            raise NotPossible(f"MicroBatch: exact=True cannot see into the {type(m).__name__} "
                           f"{name or 'model'!r}, which is compiled or runs in several threads; "
                           "leave exact out")
 

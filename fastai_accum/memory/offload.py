@@ -26,19 +26,14 @@ import fastai_accum.core   # its `all_batches` opens `around_batches`
 
 # %% ../../nbs/memory/offload.ipynb #1ac371de
 class InRoom(Callback):
-    "A callback that does more, the less memory there is; all with the same `room` share a `Room`"
+    "A callback that does more, the less memory there is; all share a `Room`, the smallest, but those with `room=0`"
     left = None   # the `Room` of this fit
     _stateattrs = 'left',   # not copied, not saved
     def before_fit(self):
         if is_validation(self.learn): return
         self.left = None
-        name,cbs = type(self).__name__,self.learn.cbs
-        check_once(self, cbs.filter(risinstance(type(self))))
-        refuse_lazy(name, self.learn.model)
-        for o in cbs.filter(risinstance(InRoom)):
-            if 0 not in (o.room,self.room) and o.room!=self.room:
-                raise ValueError(f"{name}: room={self.room!r}, but {type(o).__name__} has room={o.room!r}; they share "
-                                 "one, so give both the same")
+        check_once(self, self.learn.cbs.filter(risinstance(type(self))))
+        refuse_lazy(type(self).__name__, self.learn.model)
 
     def after_fit(self): self.left = None
     def before_backward(self):
@@ -49,8 +44,9 @@ class InRoom(Callback):
         "A context of `in_training`, if the model trains"
         if not learn.training: yield; return
         model = get_model(learn.model)
-        alike = learn.cbs.filter(lambda o: isinstance(o, InRoom) and o.room==self.room)
-        self.left = room = self.left or first(alike.attrgot('left'), bool) or Room(model, self.room)
+        alike = L(self) if self.room==0 else learn.cbs.filter(lambda o: isinstance(o, InRoom) and o.room!=0)
+        most = min([n_bytes(o.room) for o in alike if o.room], default=self.room)
+        self.left = room = self.left or first(alike.attrgot('left'), bool) or Room(model, most)
         room.own = addresses([*model.parameters(), *model.buffers()])   # they may be in new places
         try:
             with self.in_training(learn, model): yield

@@ -17,7 +17,7 @@ from .compare import NotTried,Proof,Trial,compare,look
 from .dry import planning
 from ..refusals import NotProved,as_line,is_a,warn
 from ..state import what_runs
-from ..slices import Refused,count_rows,is_floating,join,leaves,n_rows,slices,tree_map
+from ..slices import NotPossible,Refused,count_rows,is_floating,join,leaves,n_rows,slices,tree_map
 from ..windows import n_of
 
 # %% ../../nbs/proof/guard.ipynb #0139bc51
@@ -154,7 +154,7 @@ def _not_tried(way, o):
 def _refuse(way, model, proof, prove):
     "Raise the error for what was found; `prove` finds out what is exact"
     e,where = proof.raised,_where(model, proof)
-    if isinstance(e, Refused): raise Refused(f"{e} (in the {where})") from e   # it says why by itself
+    if isinstance(e, NotPossible): raise Refused(f"{e} (in the {where})") from e
     found = ', '.join(f'{k} (off by {v:.2g})' for k,v in proof.differs[:3])
     how = f"raises {type(e).__name__}: {e}" if e else f'gives other values: {found}'
     others = [(f'{w.who}()', prove(lambda size=2: [w])) for w in way.instead()]
