@@ -246,7 +246,7 @@ def whole_lines(cbs, bs=None, saves=True, cut=None):
 
 def as_list(lines):
     "The remedies `lines` as text, each with its mark, and the code at its end on a line of its own"
-    def wrapped(o): return fill(o, 96, subsequent_indent='     ', break_long_words=False, break_on_hyphens=False)
+    def wrapped(o): return fill(o, 88, subsequent_indent='     ', break_long_words=False, break_on_hyphens=False)
     found = [re.fullmatch(r'(.*?)(?: `([^`]*)`)?', o) for o in lines]
     return ['\n     '.join([wrapped(f'  -> {o[1]}'), *filter(None, [o[2]])]) for o in found]
 
