@@ -22,7 +22,7 @@ from .turns import Coupled,Hidden,Plain
 from .private import compiled_in_place
 from .state import Held,ModelState,State,everybodys,lent,owners,refuse_lazy,switches,with_memory
 from .devices import Autocast,accelerators,free_memory,is_out_of_memory
-from .slices import count_rows,cut_in,even_sizes,has_entries,is_array,is_clear,join,versions
+from .slices import count_rows,cut_in,even_sizes,is_array,is_clear,join,versions
 from .windows import batch_size,made_of,n_of
 
 # %% ../nbs/microbatch.ipynb #cutt0006
@@ -253,12 +253,12 @@ def in_slices(self:MicroBatch, learn, forward, xb):
     if len(parts)<2 and not waits: return forward(*xb)
     preds = self.mode.run(learn, forward, xb, parts, sizes)
     sizes = sizes or [find_bs(o) for o in preds]
-    if not learn.training and not self.mode.looked and not is_clear(preds[0], sizes):
-        self.mode.looked = True
-        if again := self.rehearsed(learn, self.mode.held, forward, parts[0], sizes[0]):
-            join(*again)
-            self.mode.by = has_entries(*again)
-    return join(preds, sizes, by=self.mode.by)
+    mode = self.mode
+    if not learn.training and mode.other is None and not is_clear(preds[0], sizes):
+        again = self.rehearsed(learn, mode.held, forward, parts[0], sizes[0])
+        if again: join(*again)
+        mode.other = [o[1] for o in again or ()]
+    return join(preds, sizes, other=mode.other)
 
 @patch
 def rehearsed(self:MicroBatch, learn, held, forward, xb, n):

@@ -6,8 +6,8 @@ Docs: https://fastai-accum.github.io/fastai_accum/slices.html.md"""
 
 # %% auto #0
 __all__ = ['is_array', 'is_floating', 'leaves', 'holds_tensors', 'versions', 'tree_map', 'by_entry', 'n_rows', 'count_rows',
-           'even_sizes', 'cut_in', 'slices', 'samples', 'Refused', 'NotPossible', 'has_entries', 'join', 'is_clear',
-           'joins', 'join_batches']
+           'even_sizes', 'cut_in', 'slices', 'samples', 'Refused', 'NotPossible', 'join', 'is_clear', 'joins',
+           'join_batches']
 
 # %% ../nbs/slices.ipynb #c84f7f1f
 from collections.abc import Mapping
@@ -149,12 +149,13 @@ def _cut(o, n, at):
 class Refused(ValueError): "In slices, the training would not be that of the whole batch"
 class NotPossible(Refused,RuntimeError): "A way to train says by itself why it is not possible"
 
-def has_entries(preds, sizes): return all(map(_is_list, preds)) and by_entry(preds, sizes)   # or `None`
+def join(preds, sizes, path='pred', other=None):
+    """Join the predictions for slices of `sizes` samples; `path` is for errors
 
-def join(preds, sizes, path='pred', by=None):
-    "Join the predictions for slices of `sizes` samples; `path` is for errors, `by` says whether they have entries"
+    `other`: a prediction for another number of samples, and that number, which tells entries from rows"""
     o = preds[0]
-    if by is None: by = has_entries(preds, sizes)
+    seen,ns = zip(*zip(preds, sizes), *[other]*bool(other))
+    by = all(map(_is_list, seen)) and by_entry(seen, [*ns])
     if by is None:
         raise Refused(f"MicroBatch: the slices cannot be joined: {_both.format(path, sizes[0])}; "
                       "pass another bs")
@@ -163,7 +164,7 @@ def join(preds, sizes, path='pred', by=None):
         have_rows = all(p.ndim and len(p)==n for p,n in zip(preds, sizes))
         if len({p.shape[1:] for p in preds})==1 and have_rows:
             return torch.cat(preds) if isinstance(o, Tensor) else np.concatenate(preds)
-    elif len(keys(o)) and len({len(p) for p in preds})==1: return join_batches(preds, sizes, path)
+    elif len(keys(o)) and len({len(p) for p in preds})==1: return join_batches(preds, sizes, path, other)
     if all(_is_same(p, o) for p in preds): return o
     shape = f' of shape {tuple(o.shape)}' if is_array(o) else ''
     raise Refused(f"MicroBatch: the slices cannot be joined, because for {sizes[0]} samples {path} is "
@@ -173,7 +174,8 @@ def join(preds, sizes, path='pred', by=None):
 def is_clear(pred, sizes):
     "Whether `pred` can be read in one way only: not as tensors or entries, nor as rows or all pairs of a slice"
     n = sizes[0]
-    return len({*sizes})>1 or len(keys(pred))!=n and all(x.shape[:2]!=(n,n) for _,x in leaves(pred))
+    def is_one(o): return o.shape[:2]!=(n,n) if is_array(o) else len(keys(o))!=n and all(is_one(o[k]) for k in keys(o))
+    return len({*sizes})>1 or is_one(pred)
 
 def joins(preds, sizes):
     "Whether `preds` can be joined, and only in one way"
@@ -181,9 +183,10 @@ def joins(preds, sizes):
         join(preds, sizes)
         return is_clear(preds[0], sizes)
 
-def join_batches(bs, sizes, path='batch'):
+def join_batches(bs, sizes, path='batch', other=None):
     "Join the batches `bs` of `sizes` samples, element by element"
-    return like(bs[0], [join([b[k] for b in bs], sizes, f'{path}[{k!r}]') for k in keys(bs[0])])
+    def at(k): return (other[0][k],other[1]) if other and k in keys(other[0]) else None
+    return like(bs[0], [join([b[k] for b in bs], sizes, f'{path}[{k!r}]', at(k)) for k in keys(bs[0])])
 
 def _is_same(p, o):
     "Whether a prediction is the same in two slices, such as a scale that is made from weights only"

@@ -249,13 +249,12 @@ class Plain:
         again = micro.rehearsed(learn, held_by(model), model.forward, learn.xb, sizes[1])
         outs,ns = again or (preds,sizes)
         join(outs, ns)
-        join(outs[:1]*2, ns[:1]*2)   # slices of one size, too
+        join(outs[:1]*2, ns[:1]*2, other=(outs[1],ns[1]))   # slices of one size, too
 
 # %% ../nbs/turns.ipynb #35fd9f3b
 class Coupled:
     "Callbacks and the loss see the whole batch; the model runs on each slice"
-    looked = False   # whether slices of two sizes have shown, in an epoch of validation, what predictions are
-    by = None        # whether they have an entry for each sample
+    other = None     # in validation, the prediction for a slice of another size, and its samples, once it was asked for
     is_cut = False   # whether the current batch has come to the model as it is
     more = ()        # objects beside the model that it can change
     def __init__(self, micro):

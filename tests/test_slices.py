@@ -139,12 +139,19 @@ def test_joined_lists(k):
     if n is not None: assert len(join(preds, sizes))==n; return
     with pytest.raises(Refused, match='nobody knows whether pred of 4.*pass another bs'): join(preds, sizes)
 
-def test_entries_that_look_like_levels():
-    """In validation, a smaller slice shows that a tuple has an entry for each sample, of as many numbers as there are
-    entries"""
-    def loss(p, y): return F.cross_entropy(torch.stack(p), y)
-    whole(lambda: MicroBatch(3), dls=lambda _: make_dls(12, 12, valid_bs=12), model=odd(lambda m, x: m.m(x).unbind()),
-          loss_func=loss)
+def levels(h): return [h+i for i in range(3)]
+wraps = dict(tuple=lambda h: h.unbind(), list=lambda h: [*h], dict=lambda h: dict(o=h.unbind()),
+             beside=lambda h: (h,h.unbind()), levels=levels)
+
+@each(k=wraps)
+def test_entries_that_look_like_levels(k):
+    """A slice of another size shows whether there is an entry for each sample, which has as many numbers as a slice has
+    samples, or a few tensors with rows"""
+    def entries(p): return p['o'] if k=='dict' else p[1] if k=='beside' else p
+    def loss(p, y):
+        return sum(F.cross_entropy(o, t) for o,t in zip(entries(p), [y]*3 if k=='levels' else y))/len(entries(p))
+    whole(lambda: MicroBatch(3), dls=lambda _: make_dls(12, 12, valid_bs=12), loss_func=loss,
+          model=odd(lambda m, x: wraps[k](m.m(x))))
 
 def zipped(p, os): return sum((a-(b if isinstance(b, Tensor) else b['box'])).pow(2).mean() for a,b in zip(p, os))/len(p)
 def boxes_of(x, y): return [o.new_ones(1+int(k),3)*o[:3] for o,k in zip(x, y)]
@@ -458,7 +465,7 @@ def test_refused_before_the_first_step():
     def five(m, x): h = m.m(x); return [h+i for i in range(5)]
     shape = r'pred\[1\] is a Tensor of shape'
     for f,n,kw,match in (hidden,76,{},shape),(hidden,76,dict(valid=False),None),(hidden,4,{},None), \
-                        (often,76,{},rf'{shape} \(\)'),(number,76,{},None),(five,10,{},'pass another bs'):
+                        (often,76,{},rf'{shape} \(\)'),(number,76,{},None),(five,10,{},None):
         learn = make_learner(make_dls(76, n), odd(f)(), lambda p, y: F.cross_entropy(p[0], y),
                              cbs=MicroBatch(5, **kw), **one_group)
         with pytest.raises(ValueError, match=match) if match else nullcontext(): learn.fit(1, cbs=NoValid())

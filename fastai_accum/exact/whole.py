@@ -59,9 +59,8 @@ def refuse(model):
     "Refuse a model whose batch norms or random numbers cannot be seen from outside"
     for name,m in model.named_modules():
         if is_compiled(m) or isinstance(m, (torch.jit.ScriptModule,nn.DataParallel)):
-            raise NotPossible(f"MicroBatch: exact=True cannot see into the {type(m).__name__} "
-                          f"{name or 'model'!r}, which is compiled or runs in several threads; "
-                          "leave exact out")
+            raise NotPossible(f"MicroBatch: exact=True cannot see into the {type(m).__name__} {name or 'model'!r}, "
+                              "which is compiled or runs in several threads; leave exact out")
 
 # %% ../../nbs/exact/whole.ipynb #77fdb5ef
 def refuse_long(model, lengths):
