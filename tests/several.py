@@ -101,6 +101,14 @@ def validates_early(cb):
     cb.learn.dl,cb.learn.training = dl,True
     cb.model.train()
 
+def without_recorder(learn):
+    rec = learn.recorder
+    learn.remove_cb(Recorder)
+    learn.fit(2, .02)
+    learn.add_cb(rec)
+    for k in ('lrs','losses','values','iters'): setattr(rec, k, [])
+    learn.smooth_loss = learn.final_record = None
+
 def cut_unequally(learn):
     "A fit that is cancelled when process 1 has run the model and process 0 has not"
     stop = raising(CancelTrainException, 'before_batch', lambda cb: cb.micro.i==1)
@@ -129,6 +137,7 @@ cases = dict(
     one_window    = Case([4]*2),
     events_weighed= Case(uneven, cbs=probes, loss_func=weighted),
     early_valid   = Case([4]*6, cbs=lambda: Callback(before_train=validates_early)),
+    no_recorder   = Case([4]*6, fit=without_recorder),
     no_accum      = Case([4]*3, n_step=1),
     uneven        = Case(uneven),
     weighted      = Case([4]*6, loss_func=weighted),

@@ -1,4 +1,4 @@
-"Unusual targets, samplers, losses, loaders and models, each against the large batch"
+"Unusual inputs, targets, samplers, losses, loaders and models, each against the large batch"
 from torch.utils.data import BatchSampler,TensorDataset,WeightedRandomSampler
 from torch.utils.data import DataLoader as TorchLoader
 from nets import *
@@ -131,3 +131,15 @@ def test_scripted_losses_are_refused(loss):
     learn = learner(make_dls(16, 8), AccumulateStep(2), loss_func=torch.jit.script(loss))
     with pytest.raises(ValueError, match='compiled by TorchScript.*or weight='): learn.fit(1)
     learn.accumulate(2, weight=lambda pred,targ: len(targ)).fit(1)
+
+@each(2, last=['strings','number'], coupled=[False,True])
+def test_inputs_without_rows(last, coupled):
+    "Two inputs, of which the last has no rows, and no `n_inp` that says so"
+    def make(idxs): return features(96)[idxs],[f'{i}' for i in idxs] if last=='strings' else 3.,classes(96)[idxs]
+    batches = [make([*range(i, min(i+32, 76))]) for i in range(0, 76, 32)]
+    def dls(_): return of_batches(batches, [make([*range(16)])], n_inp=None)
+    learns = alike(lambda: MicroBatch(5, coupled=coupled), dls=dls,
+                   model=lambda: Made(lambda m, x, more: m.m(x), m=small_model()))
+    test = DataLoader([o[:2] for o in learns[0].dls.valid], bs=None)
+    for l in learns: l.dls.n_inp = 2
+    close(*(l.get_preds(dl=test)[0] for l in learns))

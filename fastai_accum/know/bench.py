@@ -237,6 +237,7 @@ class Bench:
         with suppress(Exception):   # tables that functions keep are then not in float64 after the check
             only_forward(self.model, [made_of(learn, slices(self.batches[0], 4)[0])[1]])
         bs = getattr(self.cut, 'bs', 'auto')
+        if bs=='auto' and self.cut: bs = self.cut.fits.get(True, bs)   # what a fit has found
         self.yours = loaded if bs=='auto' else min(bs, loaded or bs)
         if bs!='auto' and not self.acc and bs>=(loaded or math.inf):   # it cuts nothing
             self.is_own = False
