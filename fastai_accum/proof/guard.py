@@ -59,20 +59,17 @@ def guard(cb, learn, xb):
 
 # %% ../../nbs/proof/guard.ipynb #25a636eb
 def few_samples(b, cut=slices, unit=1):
-    "Three small batches like `b`, of two sizes and two scales; `b` itself if it cannot be cut"
-    sizes = (4,3,3) if unit==1 else (3*unit,2*unit,2*unit)
+    "Two small batches like `b`, of two scales; all of `b` if it cannot be cut"
+    size = 3*unit
     try:
-        n = n_rows(b) if cut is slices else sizes[0]
-        more = -(-sizes[0]//n)
+        n = n_rows(b) if cut is slices else size
+        more = -(-size//n)
         if more>1: b = join([b]*more, [n]*more)
-        *few,last = [cut(b, k)[0] for k in sizes]
+        b = cut(b, size)[0]
     except ValueError:
         if cut is not slices: raise   # `split` returns something else
-        return [b]*3
-    # texts differ in size only
-    if not any(is_floating(o) for _,o in leaves(last)): return few
     # so that a branch on the size of a value shows
-    return [*few, tree_map(lambda o: o*4 if is_floating(o) else o, last)]
+    return [b, tree_map(lambda o: o*4 if is_floating(o) else o, b)]
 
 # %% ../../nbs/proof/guard.ipynb #few0n002
 def noisy(b, where=is_floating):
