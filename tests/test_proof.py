@@ -191,7 +191,7 @@ def test_how_often_it_is_proved(case, monkeypatch, capsys):
     model,way,fit,n = case
     monkeypatch.delattr(sys.modules['copy'], '_deepcopy_atomic', raising=False)
     fit(learner(m := model(), way(m), splitter=halves))
-    said = re.findall(r'is proved on your model: 3 samples.* What is proved: https://', capsys.readouterr().out)
+    said = re.findall(r'is proved on your model: 4 samples.* What is proved: https://', capsys.readouterr().out)
     assert len(said)==n
 
 class OwnBackward(Callback):

@@ -60,7 +60,7 @@ def guard(cb, learn, xb):
 # %% ../../nbs/proof/guard.ipynb #25a636eb
 def few_samples(b, cut=slices, unit=1):
     "Two small batches like `b`, of two scales; all of `b` if it cannot be cut"
-    size = 3*unit
+    size = max(4, 2*unit)
     try:
         n = n_rows(b) if cut is slices else size
         more = -(-size//n)
