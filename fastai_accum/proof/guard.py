@@ -107,6 +107,7 @@ def _first_proof(model, ways, xb, yb, able, tick, is_alone):
     doubles = [True,False] if is_alone and has_float64(next(model.parameters()).device) else [False]
     units = [1,size] if size and not split else [1]   # some models want a multiple of some number
     parts = [noop,noisy] if split else [_smaller,noop,noisy]
+    raised = None
     for double,unit,part in itertools.product(doubles, units, parts):
         batches = [noisy(o, _is_one_image) for o in part(few_samples(b, split or slices, unit))]
         trial = Trial(model, batches, len(xb), ways(max(2, unit)), able, double, tick=tick)
@@ -114,8 +115,9 @@ def _first_proof(model, ways, xb, yb, able, tick, is_alone):
         except NotTried as e: why = str(e)
         else:
             found.n = len(leaves(batches[0])[0 if split else -1][1])
-            return found
-    return Proof(of=why)
+            if not found.raised or unit==units[-1]: return found
+            raised = found   # slices of two may be too small for the model
+    return raised or Proof(of=why)
 
 def _blamed(ways, prove):
     "The proof of all `ways` together; if it fails, that of the first one that fails by itself"
