@@ -14,7 +14,7 @@ def test_count_samples():
     x,b5 = torch.ones(5,3,8,8),[dict(boxes=torch.ones(2,4))]*5
     for yb in (b5,), ((torch.ones(5),torch.ones(5,2)),), (dict(a=torch.ones(5)),), (), (tensor(1.),):
         assert count_samples(yb, (x,))==5
-    assert count_samples((b5,), ([torch.ones(3,4,4)]*5,))==5
+    for n in (3,2): assert count_samples((b5,), ([torch.ones(n,4,4)]*5,))==count_samples((b5,), [torch.ones(n,4)]*5)==5
     assert count_samples((torch.ones(7),), (torch.ones(3,7),))==7   # samples in the second dimension of the inputs
     with pytest.raises(ValueError, match='cannot count the samples.*make one of them a tensor'):
         count_samples((object(),), (object(),))

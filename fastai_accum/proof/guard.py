@@ -103,12 +103,12 @@ def _first_proof(model, ways, xb, yb, able, tick, is_alone):
     split,size = (first(getattr(w, k) for w in ways() if getattr(w, k)) for k in ('split','size'))
     found = [o for _,o in leaves((*xb,*yb))]
     if not split:   # a tensor with a row for each sample comes last, if the inputs are texts or lists
-        n = None
-        with suppress(ValueError): n = count_rows(xb, yb)   # checkpointing cuts nothing
-        found = [o for o in found if o.ndim and len(o)==n] or found
+        with suppress(ValueError):   # checkpointing cuts nothing
+            n = count_rows(xb, yb)
+            found = [o for o in found if o.ndim and len(o)==n] or [torch.zeros(n)]
     b = (*xb,*yb) if split else (*xb,found[0])
     doubles = [True,False] if is_alone and has_float64(next(model.parameters()).device) else [False]
-    units = [1,size] if size and not split else [1]   # some models want a multiple of some number
+    units = [1,max(2,size)] if size and not split else [1]   # some models want a multiple of some number
     parts = [noop,noisy] if split else [_smaller,noop,noisy]
     for double,unit,part in itertools.product(doubles, units, parts):
         batches = [noisy(o, _is_one_image) for o in part(few_samples(b, split or slices, unit))]
