@@ -454,6 +454,11 @@ rows('among norms', E, its_size=(among(keeps_size), 'block.odd.bs .*take a local
                  r'call gradient_checkpointing_disable\(\) first'),
      rare=(among(lambda m, h: hides(h)), 'exact=True'),
      ghost=(one(lambda m, h: torch.cat(list(map(m.bn, h.split(4)))), bn=norm), 'exact=True is not possible'))
+def makes(m, h):
+    "A layer, when it first runs"
+    if 'made' not in m._modules: m.made = lin().to(h)
+    return m.made(h)
+rows('makes a layer', E, C, made_in_forward=(one(makes), 'is not possible.*It begins in the Odd'))
 rows('another way', E, kw=dict(whole=True),   # before the norm, if a value is large
      branch=(lambda: nn.Sequential(Odd(lambda m, x: centre(x) if x.abs().max()>8 else x), nn.Linear(6,8), norm(),
                                    nn.Tanh(), nn.Linear(8,3)), "It begins in the Odd '0'"))

@@ -169,8 +169,9 @@ def _where(model, proof):
         found = [type(f.f_locals.get('self')) for f,_ in traceback.walk_tb(e.__traceback__)]
         own = [t for t in found if issubclass(t, nn.Module) and not t.__module__.startswith('torch.')]
         return [type(model), *own][-1].__name__
-    name = proof.where or ''
-    return type(model.get_submodule(name)).__name__ + f' {name!r}'*bool(name)
+    ms,name = dict(model.named_modules()),proof.where or ''
+    while name not in ms: name = name.rpartition('.')[0]   # the trial has made a module, which is gone
+    return type(ms[name]).__name__ + f' {name!r}'*bool(name)
 
 _ends = dict(gradient_checkpointing='gradient_checkpointing_disable()',   # of transformers
              grad_checkpointing='set_grad_checkpointing(False)')          # of timm
