@@ -418,6 +418,13 @@ def means(m, h):
 def masked_mean(m, x): return (m.e(x)*(x!=1)[...,None]).sum(1)/lengths(x)[:,None]
 rows('good images', E, to=controls, kw=dict(whole_batch, says='', data=pictures),
      norm_of_images=cnn(nn.BatchNorm2d, lambda n: nn.Dropout2d(.3)), groups_of_channels=cnn(partial(nn.GroupNorm, 2)))
+def force(m, h):
+    "The gradient of an energy, which the model takes by itself"
+    with torch.enable_grad():
+        z = h if h.requires_grad else h.detach().requires_grad_()
+        g, = torch.autograd.grad(m.l(z).tanh().sum(), z, create_graph=True)
+    return h-.1*g
+rows('good models', E, C, G, to=controls, force=one(force, l=lin))
 rows('good models', E, C, to=controls, kw=at_batch, numbers_that_count=one(means), behind_an_assert=one(checked(noop)),
      all_of_its_rows=experts(lambda k, n: k))
 rows('good models', E, C, to=controls, kw=dict(whole_batch, says='', data=lambda: (texts(),classes(32))),
