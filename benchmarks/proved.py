@@ -200,7 +200,7 @@ def row(name, way):
     r = dict(family=archs[name]['family'], name=name, params=params, way=way, why=archs[name]['refused'].get(way, ('',''))[1], **found)
     m = said.search(r['says']+' ')
     if r['what']=='proved' and m: r.update(n=int(m[1]), seconds=float(m[2]), error=float(m[3]))
-    if r['what']=='proved': r['trained'] = trained(name, way)
+    if r['what']=='proved': r['trained'] = trained(name, way) if archs[name].get('in64', True) else None
     return r
 
 def cells(r):

@@ -206,6 +206,7 @@ class Saved:
             if self.kinds[i:i+1]!=[(t.shape,t.dtype)]: self.differs(f'number {i+1} is of shape {tuple(t.shape)}')
             self.here[i] = t.detach()
             if i+1==len(self.kinds): raise _AllHere
+            return self.here[i]   # `forward` itself may ask for a gradient
         with ExitStack() as stack:
             for o in (torch.enable_grad(), *self.autocast, self.state.again()): stack.enter_context(o)
             try:

@@ -62,7 +62,8 @@ def count_samples(
 def _count(y, x):
     "The number of samples with the targets `y` and the inputs or predictions `x`"
     ny,nx = _sizes(y),_sizes(x)
-    if len(ny)==1 and (isinstance(y, Mapping) or ny==nx): return first(ny)
+    are_records = _is_list(y) and len(y)>0 and all(isinstance(o, Mapping) for o in y)   # one for each sample
+    if len(ny)==1 and not are_records and (isinstance(y, Mapping) or ny==nx): return first(ny)
     if _is_list(y):
         fits = len(y) in nx or _is_list(x) and len(x)==len(y)
         if fits or not nx: return len(y)

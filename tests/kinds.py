@@ -418,6 +418,13 @@ def means(m, h):
 def masked_mean(m, x): return (m.e(x)*(x!=1)[...,None]).sum(1)/lengths(x)[:,None]
 rows('good images', E, to=controls, kw=dict(whole_batch, says='', data=pictures),
      norm_of_images=cnn(nn.BatchNorm2d, lambda n: nn.Dropout2d(.3)), groups_of_channels=cnn(partial(nn.GroupNorm, 2)))
+def force(m, h):
+    "The gradient of an energy, which the model takes by itself"
+    with torch.enable_grad():
+        z = h if h.requires_grad else h.detach().requires_grad_()
+        g, = torch.autograd.grad(m.l(z).tanh().sum(), z, create_graph=True)
+    return h-.1*g
+rows('good models', E, C, G, to=controls, force=one(force, l=lin))
 rows('good models', E, C, to=controls, kw=at_batch, numbers_that_count=one(means), behind_an_assert=one(checked(noop)),
      all_of_its_rows=experts(lambda k, n: k))
 rows('good models', E, C, to=controls, kw=dict(whole_batch, says='', data=lambda: (texts(),classes(32))),
@@ -454,6 +461,11 @@ rows('among norms', E, its_size=(among(keeps_size), 'block.odd.bs .*take a local
                  r'call gradient_checkpointing_disable\(\) first'),
      rare=(among(lambda m, h: hides(h)), 'exact=True'),
      ghost=(one(lambda m, h: torch.cat(list(map(m.bn, h.split(4)))), bn=norm), 'exact=True is not possible'))
+def makes(m, h):
+    "A layer, when it first runs"
+    if 'made' not in m._modules: m.made = lin().to(h)
+    return m.made(h)
+rows('makes a layer', E, C, made_in_forward=(one(makes), 'is not possible.*It begins in the Odd'))
 rows('another way', E, kw=dict(whole=True),   # before the norm, if a value is large
      branch=(lambda: nn.Sequential(Odd(lambda m, x: centre(x) if x.abs().max()>8 else x), nn.Linear(6,8), norm(),
                                    nn.Tanh(), nn.Linear(8,3)), "It begins in the Odd '0'"))

@@ -385,9 +385,10 @@ cases = dict(
     backward_too=(lambda: in_order(AccumulateStep(4), cls=Assigned, model=net(bn(), nn.Dropout())),
                   'batch norm 1, dropout 2, backward Assigned'),
     own_generator=(lambda: learner(net(own_coin())), 'unknown 1'),
-    centre=(lambda: learner(net(centre())), 'unknown 1', 'learn.offload_activations()'),
-    centre_hides_the_loss=(lambda: learner(net(centre()), masked), 'unknown 1', 'keep the large batch'),
-    exact_centre=(lambda: learner(net(centre()), cbs=MicroBatch(4, exact=True)), 'unknown 1', 'keep the large batch'),
+    centre=(lambda: learner(net(centre())), 'unknown 1', 'write `learn.gradient_checkpointing()`'),
+    centre_hides_the_loss=(lambda: learner(net(centre()), masked), 'unknown 1', '`learn.gradient_checkpointing()`'),
+    exact_centre=(lambda: learner(net(centre()), cbs=MicroBatch(4, exact=True)), 'unknown 1',
+                  'learn.gradient_checkpointing()'),
     centre_and_norm=(lambda: in_order(MicroBatch(4, exact=True), model=net(centre(), bn()), bs=16),
                      'batch norm 2, unknown 1', ''),
     root=(lambda: learner(Made(lambda m, x: m.b(centred(m.a(x))), a=nn.Linear(6,5), b=nn.Linear(5,3)).double()),
@@ -445,15 +446,18 @@ def test_says_what_the_training_does(k):
     if not differs: clean(check); return close(trained(learn), large)
     assert rel(trained(learn), large)[0]>1e-6
     assert [(o.kind,o.where) for o in check.causes]==[('backward',k)]
-    assert 'in place of AccumulateStep, and write `learn.micro_batch(4, coupled=True)`' in check.causes[0].remedy
+    assert 'in place of AccumulateStep, and write `learn.gradient_checkpointing()`' in check.causes[0].remedy
+    assert 'write in its place `learn.micro_batch(4, coupled=True)`' in check.causes[0].remedy
     close(trained(make(MicroBatch(4, coupled=True), bs=16)), large)
 
-@each(cb=[GradientCheckpointing,OffloadActivations], make=[blocks,partial(unlabelled, bs=16)])
+def chain(*cbs): return learner(normed(nn.Dropout(.3)), cbs=cbs, shuffle=False)
+
+@each(cb=[GradientCheckpointing,OffloadActivations], make=[blocks,chain,partial(unlabelled, bs=16)])
 def test_what_does_not_cut_needs_no_cut(cb, make):
     assert torch.equal(trained(make()), trained(make(cb())))
     check = make(cb()).check_accumulation()
     assert not check.causes and check.error==0, check
-    assert ('without and with' in check.compared)==(make is blocks)
+    assert ('without and with' in check.compared)==(make in (blocks,chain))
     assert check.title.startswith('Your callbacks give the same') and 'bit for bit' in check.title
 
 class Bank(Callback):

@@ -50,6 +50,8 @@ hooked_by = dict(   # what a callback does with what a block returns, and who re
     in_the_loss=(hooked(mean, **penalty(lambda self: 1+self.mu.abs())), slices_refuse),
     once=(hooked(once), {}), counts=(hooked(counts), {}),
     noise=(hooked(lambda self, o: o+.1*torch.randn(8, generator=self.g, dtype=o.dtype)), {}),
+    noise_of_rows=(hooked(lambda self, o: o+.1*torch.randn(o.shape, generator=self.g, dtype=o.dtype)),
+                   dict(coupled=Refused)),
     python=(hooked(lambda self, o: o*(1+self.r.random())), {}),
     keeps=(hooked(keeps, **penalty(lambda self: 1+self.o.mean(0).pow(2).sum())), {}),
     lists=(hooked(lists, **penalty(lambda self: 1+torch.cat(self.fs).mean(0).pow(2).sum())), {}),

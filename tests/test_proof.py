@@ -205,6 +205,22 @@ def test_trains_as_the_whole_batch(case):
     kw,model,also = case
     same(lambda: MicroBatch(5, **kw), bs=32, model=model, also=also)
 
+def nearest(pred, y): return sum((p-r['box']).pow(2).mean() for p,r in zip(pred, y))/len(y)
+
+@each(bs=[1,4], exact=[False,True])
+def test_images_in_lists(bs, exact):
+    "A trial of three images does not take their three channels for samples; nor are the two rows of a box samples"
+    def of_batch(os): return [x.expand(6,3).T for x,_ in os],[dict(box=float(y)+features(2,3)) for _,y in os]
+    def dls(n):
+        data = list(zip(features(20, 3), classes(20)))
+        return DataLoaders(*[DataLoader(data, bs=n, create_batch=of_batch) for _ in range(2)])
+    m = Odd(lambda m, xs: [o.expand(2,3) for o in m.net(torch.stack([x.mean(1) for x in xs]))[:,None]],
+            net=(normed if exact else layers)(d=3))
+    whole(lambda: MicroBatch(bs, coupled=not exact, exact=exact), 20, 8, dls=dls, model=lambda: deepcopy(m),
+          loss_func=nearest)
+    # in slices without `exact`, too
+    if not exact: whole(lambda: MicroBatch(bs), 20, 8, dls=dls, model=lambda: deepcopy(m), loss_func=nearest)
+
 @each(value=[0.,1.])
 def test_constant_images(value):
     "Behind a batch norm their gradient is nothing but rounding, which says nothing of slices"

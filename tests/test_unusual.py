@@ -15,7 +15,7 @@ def test_count_samples():
     x,b5 = torch.ones(5,3,8,8),[dict(boxes=torch.ones(2,4))]*5
     for yb in (b5,), ((torch.ones(5),torch.ones(5,2)),), (dict(a=torch.ones(5)),), (), (tensor(1.),):
         assert count_samples(yb, (x,))==5
-    assert count_samples((b5,), ([torch.ones(3,4,4)]*5,))==5
+    for n in (3,2): assert count_samples((b5,), ([torch.ones(n,4,4)]*5,))==count_samples((b5,), [torch.ones(n,4)]*5)==5
     assert count_samples((torch.ones(7),), (torch.ones(3,7),))==7   # samples in the second dimension of the inputs
     with pytest.raises(ValueError, match='cannot count the samples.*make one of them a tensor'):
         count_samples((object(),), (object(),))
@@ -59,6 +59,11 @@ class OwnMean(nn.CrossEntropyLoss):
     def forward(self, pred, y):
         loss = super().forward(pred, y)
         return loss.mean() if self.reduction=='none' else loss/len(y)
+
+def found(pred, y):
+    "A constant, without a gradient, where no sample has the class 1"
+    loss = F.cross_entropy(pred[y==1], y[y==1], reduction='sum')
+    return loss/len(y) if (y==1).any() else loss.new_zeros(())
 
 class MultiTask(nn.CrossEntropyLoss):
     "A loss with two predictions and two targets"
@@ -104,6 +109,10 @@ cases = dict(
     compiled_partial  = lambda: dict(y=rare(), loss_func=partial(compiled(F.cross_entropy), weight=W)),
     own_mean = lambda: dict(loss_func=OwnMean(reduction='none')),
     own_sum  = lambda: dict(loss_func=OwnMean(reduction='sum')),
+    # a callback makes one number of them
+    unreduced = lambda: dict(edits(lambda l: (l.loss_grad*(1+l.x[:,0]**2)).mean(), 'after_loss'),
+                             loss_func=nn.CrossEntropyLoss(weight=W, reduction='none')),
+    constant = lambda: dict(y=(torch.arange(76)%32<3).long(), loss_func=found),
     several_targets = lambda: two_heads(lambda h: (h,h*2)),
     several_in_dict = lambda: two_heads(lambda h: dict(a=h, b=h*2)),
     uint8 = lambda: dict(y=rare().to(torch.uint8), loss_func=Long(weight=W)),

@@ -128,9 +128,10 @@ class Step(Callback):
         norms = nullcontext() if 'batch norm' in self.on else AtNorms(by_itself)
         draws = nullcontext() if 'dropout' in self.on else Coins(middle)
         with norms,draws: return f(*args, **kwargs)
+    def around_batches(self, learn):   # around blocks that are computed again, too
+        return lent(self.model, forward=partial(self.call, self.model.forward))
     def before_fit(self):
         learn,record = self.learn,self.record
-        self.model.forward = partial(self.call, self.model.forward)
         own = getattr(learn, own_backward) if 'backward' in self.on else partial(plain_backward, learn)
         vars(learn)[own_backward] = partial(self.call, own)
         record.loss = learn.loss_func   # a callback may have set it

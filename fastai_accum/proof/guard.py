@@ -100,14 +100,13 @@ def _first_proof(model, ways, xb, yb, able, tick, is_alone):
     split,size = (first(getattr(w, k) for w in ways() if getattr(w, k)) for k in ('split','size'))
     found = [o for _,o in leaves((*xb,*yb))]
     if not split:   # a tensor with a row for each sample comes last, if the inputs are texts or lists
-        n = None
-        with suppress(ValueError): n = count_rows(xb, yb)   # checkpointing cuts nothing
-        found = [o for o in found if o.ndim and len(o)==n] or found
+        with suppress(ValueError):   # checkpointing cuts nothing
+            n = count_rows(xb, yb)
+            found = [o for o in found if o.ndim and len(o)==n] or [torch.zeros(n)]
     b = (*xb,*yb) if split else (*xb,found[0])
     doubles = [True,False] if is_alone and has_float64(next(model.parameters()).device) else [False]
-    units = [1,size] if size and not split else [1]   # some models want a multiple of some number
+    units = [1,max(3,size)] if size and not split else [1]   # some models want a multiple of some number
     parts = [noop,noisy] if split else [_smaller,noop,noisy]
-    raised = None
     for double,unit,part in itertools.product(doubles, units, parts):
         batches = [noisy(o, _is_one_image) for o in part(few_samples(b, split or slices, unit))]
         trial = Trial(model, batches, len(xb), ways(max(2, unit)), able, double, tick=tick)
@@ -115,9 +114,9 @@ def _first_proof(model, ways, xb, yb, able, tick, is_alone):
         except NotTried as e: why = str(e)
         else:
             found.n = len(leaves(batches[0])[0 if split else -1][1])
+            # slices of two may be too small for the model
             if not found.raised or unit==units[-1]: return found
-            raised = found   # slices of two may be too small for the model
-    return raised or Proof(of=why)
+    return Proof(of=why)
 
 def _blamed(ways, prove):
     "The proof of all `ways` together; if it fails, that of the first one that fails by itself"
@@ -168,8 +167,9 @@ def _where(model, proof):
         found = [type(f.f_locals.get('self')) for f,_ in traceback.walk_tb(e.__traceback__)]
         own = [t for t in found if issubclass(t, nn.Module) and not t.__module__.startswith('torch.')]
         return [type(model), *own][-1].__name__
-    name = proof.where or ''
-    return type(model.get_submodule(name)).__name__ + f' {name!r}'*bool(name)
+    ms,name = dict(model.named_modules()),proof.where or ''
+    while name not in ms: name = name.rpartition('.')[0]   # the trial has made a module, which is gone
+    return type(ms[name]).__name__ + f' {name!r}'*bool(name)
 
 _ends = dict(gradient_checkpointing='gradient_checkpointing_disable()',   # of transformers
              grad_checkpointing='set_grad_checkpointing(False)')          # of timm
@@ -178,6 +178,8 @@ def _hint(model, proof):
     "What may be the cause, and a line against it"
     if 'past_key_values' in str(proof.kept['keys of the prediction']):
         return "Set model.config.use_cache=False, since the training does not need this cache. Or: "
+    if any(k.startswith('prediction') and v==math.inf for k,v in proof.differs):   # of other shapes
+        return "If it compares all pairs of samples, return the embeddings, and compare all pairs of them in the loss. Or: "
     again = [v for k,v in _ends.items() if any(vars(m).get(k) for m in model.modules())]
     if again: return f"The model recomputes by itself: call {again[0]} first. Or: "
     kept = [o for k,_ in proof.differs for o in proof.kept[k]]
