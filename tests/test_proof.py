@@ -116,8 +116,7 @@ def test_ctrl_c_ends_it_at_once(k, interrupts):
     "Also while a module runs; and nothing has moved"
     press.n,press.ended,was = 0,False,[]
     m = net(Odd(presses))
-    before = Callback(before_batch=lambda cb: was.append(left(cb.learn)))
-    before.order = -1000
+    before = at_order(-1000, before_batch=lambda cb: was.append(left(cb.learn)))
     learn = learner(m, ways[k](m) if k!='checkpointing' else GradientCheckpointing([m[1]]), before)
     with pytest.raises(KeyboardInterrupt): learn.fit(1)
     assert press.n and not press.ended
