@@ -104,16 +104,25 @@ def later(cb, **kwargs): vars(cb).update(kwargs); return [cb]   # is checked whe
     *((weighs(torch.tensor(v)), {}, f'weight must return .*got {v}') for v in (-1., math.nan, math.inf)),
     *((weighs(v), {}, 'weight must return .* or a tuple of two, got')
       for v in (torch.ones(3), None, '3', True, torch.tensor(True), [1,2], (1,-1), (1,1,1))),
-    ([acc(9, drop_last=True)], {}, 'more than the 8 of an epoch and the tail is dropped'),
-    ([acc(n_samples=65, drop_last=True)], {}, 'more than the 64 of an epoch and the tail is dropped'),
+    *(([acc(drop_last=True, **kw)], dict(n=n), f'more than the {k} of an epoch and the tail is dropped')
+      for kw,n,k in [(dict(n_step=9),64,8), (dict(n_samples=65),64,64), (dict(n_step=lambda pct: 9),64,8),
+                     (dict(n_step=4),6,1)]),
+    *(([acc(lambda pct, v=v: 2 if pct<.5 else v)], {}, rf'n_step at pct=0\.5 must be an int of at least 1 .* {v!r}')
+      for v in (0, -1, 2.5, 2., True, None, '3')),   # in the second epoch, and before the first step
+    *(([acc(2)], dict(loss_func=torch.jit.script(f)), 'compiled by TorchScript.*or weight=')
+      for f in (nn.CrossEntropyLoss(weight=torch.ones(3).double()),F.cross_entropy)),
     *((later(acc(4), **{k:v}), {}, match) for k,v,match in [
         ('n_step',0,f'AccumulateStep: n_step {an_int}, got 0'), ('n_samples',64,'give either n_step'),
         ('average','mean','average must be')]),
     (later(cut(4), bs=0), {}, f'MicroBatch: bs {an_int}'),
     (later(cut(4), coupled=1), {}, 'coupled must be')])
+@pytest.mark.filterwarnings('ignore:.*torch.jit.*')
 def test_refused_by_a_fit(case):
+    "Of windows that never step, `n_steps` says the same"
     cbs,kw,*match = case
-    refused(learner(*cbs, **kw), *match)
+    refused(learn := learner(*cbs, **kw), *match, fit=lambda l: l.fit(2))
+    if 'is dropped' in match[0]:
+        with pytest.raises(ValueError, match=match[0]): learn.n_steps(2)
 
 @each(cls=[acc,cut])
 def test_no_loader(cls):
@@ -133,7 +142,8 @@ def test_saves_once(cls):
 
 @each(cls=[acc,cut])
 def test_added_twice(cls):
-    refused(learner(cls(4), cls(2)), 'have this callback (twice|2 times)')
+    learn = learner(cls(4), cls(2))
+    for f in Learner.fit,Learner.n_steps: refused(learn, 'this callback (twice|2 times)', fit=partial(f, n_epoch=1))
     cb = cls(4)
     learn = learner(cb)
     refused(learn, f'{cls.__name__}: .*(twice|2 times)', fit=lambda l: l.fit(1, cbs=cb))

@@ -27,13 +27,6 @@ def test_every_event(case, fit, tmp_path):
     close([o[-2:] for o in a.seen], [o[-2:] for o in b.seen])
     if fit!='lr_find': assert_same(a, b)
 
-@each(order=[-math.inf, 0, 1000])
-def test_before_step(order):
-    "`before_step` sees finished gradients and the mean loss of the window, at any order, and may change them"
-    def clip(cb): cb.learn.loss *= nn.utils.clip_grad_norm_(cb.model.parameters(), .1)   # what it returns is logged
-    def make(): cb = Callback(before_step=clip); cb.order = order; return cb
-    same(lambda: AccumulateStep(4), also=make)
-
 def test_boundary():
     "At the step and in `after_batch`, also where a window turned out to be the last; the page has what it is before"
     seen = []

@@ -41,18 +41,6 @@ def test_several_processes(monkeypatch):
         learn = make_learner(make_dls(76, 8), cbs=L(way)+[DistributedTrainer()])   # 10 batches, 5 for each
         assert learn.n_steps()==n
 
-@each(case=[(6, lambda: AccumulateStep(4, drop_last=True)), (24, lambda: AccumulateStep(4, drop_last=True)),
-            (24, lambda: AccumulateStep(n_samples=32, drop_last=True)),
-            (76, lambda: [AccumulateStep(2), AccumulateStep(3)]),
-            (24, lambda: AccumulateStep(lambda pct: 4, drop_last=True))])
-def test_a_fit_that_is_refused(case):
-    "`n_steps` says what the fit says"
-    n,way = case
-    learn = make_learner(make_dls(n, 8), cbs=way())
-    with pytest.raises(ValueError) as a: learn.n_steps(1)
-    with pytest.raises(ValueError) as b: learn.fit(1)
-    assert str(a.value) in str(b.value)
-
 def test_a_stream_of_known_length():
     "It has no items to look at, and as many steps as its `n` says"
     dls = DataLoaders(*[DataLoader(Stream(), bs=4, n=64) for _ in range(2)])

@@ -155,22 +155,6 @@ def test_what_f_is_asked():
     def f(pct): wanted.append(pct); return grows(pct)
     ours(100, AccumulateStep(f), lr=lr)
     assert len(set(asked))>9 and set(asked)<=set(wanted)
-def test_lr_find_takes_the_first_value(tmp_path):
-    def found(n_step):
-        learn = make_learner(make_dls(96, 8, shuffle=False), cbs=AccumulateStep(n_step), path=tmp_path)
-        learn.lr_find(num_it=7, show_plot=False, suggest_funcs=())
-        return learn
-    a,b = found(lambda pct: 3 if pct==0 else 5),found(3)
-    assert_same(a, b)
-    assert len(a.recorder.losses)==7
-
-@each(v=[0, -1, 2.5, 2., True, None, '3'])
-def test_bad_value_of_a_schedule(v):
-    "It raises before the first step, wherever it is"
-    learn = make_learner(make_dls(96, 8), cbs=AccumulateStep(lambda pct: 2 if pct<.5 else v))
-    says = rf"n_step at pct=0\.5 must be an int of at least 1 .*, got {v!r}"
-    with pytest.raises(ValueError, match=says): learn.fit(2)
-    assert not getattr(learn.spy, 'steps', [])
 
 def test_n_epoch_is_lowered_in_the_middle():
     "fastai goes on with all epochs; `f` is asked for 1 at most"
