@@ -110,9 +110,9 @@ class Block(nn.Sequential):
 def blocks(*cbs):
     torch.manual_seed(0)
     return learner(nn.Sequential(*[Block() for _ in range(3)], nn.Linear(6,3)).double(), cbs=cbs, shuffle=False)
-def embeddings(cb):
-    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.BatchNorm1d(12), nn.Linear(12, 3))
-    return learner(model, x=torch.randint(0, 9, (64,3)), cbs=cb)
+def embeddings(norm):
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), norm(12), nn.Linear(12, 3))
+    return learner(model.double(), x=torch.randint(0, 9, (64,3)), cbs=AccumulateStep(2))
 def compiled(m): m.compile(); m[0].compile(); return m
 def texts():
     "Longer than the model reads at once"
@@ -269,7 +269,7 @@ clean_ones = dict(
     compiled=lambda: learner(compiled(net())), order=packed, penalty=penalty,
     group_norm=lambda: learner(net(nn.GroupNorm(1, 5))), norm_eval=lambda: learner(net(bn()), cbs=BatchNormEval()),
     all_count=lambda: learner(loss=masked, y=torch.ones(64).long()),
-    other_dtypes=lambda: learner(OtherDtypes()),
+    other_dtypes=lambda: learner(OtherDtypes()), sparse=lambda: embeddings(nn.Identity),
     again_after_the_batch=lambda: in_order(StepsAgain(), AccumulateStep(4)),
     of_one_length=lambda: longest([8,3,5,8]*16), longer_later=lambda: longest(sorted([2,3,5,8]*16)),
     drops_nothing=lambda: learner(net(nn.Dropout(1e-12))), samples_of_several_batches=lambda: learner(bs=1))
@@ -311,7 +311,7 @@ cases = dict(
     compiled=(lambda: learner(torch.compile(net(bn())), cbs=AccumulateStep(2)), 'batch norm 1',
               "exact=True cannot see into the OptimizedModule 'model', which is compiled"),
     expanded=(lambda: learner(expanded()), 'batch norm net.1'),
-    sparse=(lambda: embeddings(AccumulateStep(2)), 'batch norm 2'),
+    sparse=(lambda: embeddings(nn.BatchNorm1d), 'batch norm 2'),
     slices=(lambda: learner(net(bn()), cbs=[MicroBatch(4), Callback(before_batch=lambda cb: print('batch'))]),
             'batch norm 1'),
     window_of_exact=(lambda: learner(net(bn()), cbs=[AccumulateStep(2), MicroBatch(4, exact=True)]), 'batch norm 1',

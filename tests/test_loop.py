@@ -87,6 +87,13 @@ def test_cancelled_micro_batches(which, event, order):
     n,left = a.accumulate_step.counts,sum(map(len, windows))
     assert (n.n_steps,n.n_stepped,n.n_thrown)==(len(b.spy.steps),left,76-left)
 
+def test_one_scale_a_fit():
+    "Whatever micro-batches weigh, losses are divided by one constant, in the second epoch, too"
+    seen,loss = [],nn.CrossEntropyLoss(weight=tensor([1.,5.,.2]).double())
+    note = Callback(after_backward=lambda cb: seen.append(cb.accumulate_step.scale))
+    make_learner(make_dls(76, 8), loss_func=loss, cbs=[AccumulateStep(4), note]).fit(2)
+    assert len(seen)==20 and len({*seen})==1
+
 # A window of one micro-batch is plain fastai to every callback: batches differ in size here, and classes are weighted
 
 class Grads(Callback):
