@@ -22,27 +22,12 @@ def test_samples_are_counted_as_they_arrive():
     assert a.accumulate_step.counts.sizes==[36,24]
     close([*at, a.pct_train], [0,2/3,1])
 
-class OwnStep(Learner):
-    "Makes the backward pass and the step by itself"
-    def one_batch(self, i, b):
-        if not self.training: return super().one_batch(i, b)
-        self._split(b)
-        self.loss_func(self.model(*self.xb), *self.yb).backward()
-        self.opt.step(); self.opt.zero_grad()
-
-def test_a_step_of_ones_own():
-    "A learner that steps by itself gets an error"
-    learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(4))
-    learn.__class__ = OwnStep
-    with pytest.raises(RuntimeError, match='AccumulateStep.*steps by itself'): learn.fit(1)
-    is_clean(learn)
-
 @each(case=[('after_backward',CancelBatchException,5), ('after_backward',CancelTrainException,5),
             ('after_backward',KeyboardInterrupt,5), ('before_step',CancelBatchException,7)])
 def test_a_window_that_is_thrown_away_clears_all(case):
     "Also the gradients of what the optimizer does not hold: a frozen part of the model, and the loss's own parameters"
     event,exc,at = case
-    learn = make_learner(make_dls(64, 8), loss_func=Scaled(), splitter=lambda m: [params(m[0])],
+    learn = make_learner(make_dls(64, 8), loss_func=scaled(), splitter=lambda m: [params(m[0])],
                          cbs=[AccumulateStep(4), raising(exc, event, lambda cb: cb.micro.i==at)])
     with pytest.raises(exc) if exc is KeyboardInterrupt else nullcontext(): learn.fit(1, cbs=NoValid())
     assert learn.micro.i==at   # the rest of the window is drawn, not run
@@ -195,9 +180,10 @@ def test_cancelled_windows_leave_parameters_elsewhere():
     assert len(a.elsewhere.grads)==2
 
 class Iterates(Learner):
-    "A training loop of its own: `one_batch`, a part of it, or nothing of fastai's"
+    "A training loop of its own: `one_batch`, a part of it, or nothing of fastai's; or only the step is its own"
     how = 'batch'
     def _do_epoch_train(self):
+        if self.how=='step': return super()._do_epoch_train()
         self.dl = self.dls.train
         self._with_events(self.mine, 'train', CancelTrainException)
     def mine(self):
@@ -207,16 +193,23 @@ class Iterates(Learner):
             if self.how=='batch': self.one_batch(i, b)
             else: self._split(b)
             if self.how=='part': self._do_one_batch()
-            if self.how=='none': self.loss_func(self.model(*self.xb), *self.yb).backward()
+            if self.how=='none': self.backward_alone()
+    def backward_alone(self): self.loss_func(self.model(*self.xb), *self.yb).backward()
+    def one_batch(self, i, b):
+        if self.how!='step' or not self.training: return super().one_batch(i, b)
+        self._split(b)
+        self.backward_alone()
+        self.opt.step(); self.opt.zero_grad()
 
-@each(way=dict(n_step=0, cut=0), how=['batch','part','none','all'])
+@each(way=dict(n_step=0, cut=0), how=['batch','part','none','all','step'])
 def test_a_training_loop_of_its_own(way, how):
-    "It is an error or a warning that names us, unless it calls `all_batches`"
+    "It is an error or a warning that names us, unless it calls `all_batches` and does not step by itself"
     learn = make_learner(make_dls(64, 16 if way=='cut' else 8, shuffle=False), cbs=ways[way]())
     learn.__class__,learn.how = Iterates,how
-    says = 'do not come through `all_batches`'
-    seen = pytest.raises(RuntimeError, match=says) if how in ('batch','part') else pytest.warns(UserWarning, match=says)
+    says = '(AccumulateStep|MicroBatch).*'+('steps by itself' if how=='step' else 'do not come through `all_batches`')
+    seen = pytest.warns(UserWarning, match=says) if how=='none' else pytest.raises(RuntimeError, match=says)
     with nullcontext() if how=='all' else seen: learn.fit(1)
+    if how=='step': is_clean(learn)
     assert how!='all' or len(learn.spy.steps)==(4 if way=='cut' else 2)
 
 class Record:

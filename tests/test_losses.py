@@ -174,12 +174,16 @@ def both(c): return lambda pred,targ: (targ.sum().clamp(min=c), targ.sum())
 
 ways = dict(accumulate=(2, lambda w: AccumulateStep(16, weight=w)),
             by_samples=(2, lambda w: AccumulateStep(n_samples=32, weight=w)),
-            slices=(32, lambda w: MicroBatch(2, weight=w)))
+            slices=(32, lambda w: MicroBatch(2, weight=w)),
+            in_windows=(32, lambda w: [MicroBatch(2), AccumulateStep(1, weight=w)]),
+            beside=(32, lambda w: [MicroBatch(2, weight=w), AccumulateStep(1)]))
 
 @each(6, c=[1e-3,1.,4.,50.], k=ways, y=[positives,none])
 def test_a_floor_under_the_divisor(k, c, y):
+    "And a weight that is one number, for a loss that nobody knows"
     bs,way = ways[k]
     same(lambda: way(both(c)), bs=bs, y=y(), loss_func=per_positive(c))
+    same(lambda: way(lambda p, y: W[y].sum()), bs=bs, loss_func=lambda p, y: F.cross_entropy(p, y, weight=W))
 
 @each(k=ways)
 def test_one_warning_where_a_loss_is_left_out(k, recwarn):

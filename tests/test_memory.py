@@ -1,4 +1,4 @@
-"""Memory: what a step takes, and what happens when it runs out; `test_on_a_device` has what is left.
+"""Memory: what a step takes, what happens when it runs out, and what is left.
 
 The simulated accelerator counts every byte and has limits. A training step is measured with its gradients allocated
 before, as a share of the same step with the large batch."""
@@ -141,12 +141,11 @@ def test_what_fits_counts_what_is_free(device, fakegpu, capsys):
 class Bomb(nn.Module):
     """Raises in its `n`th call, in the forward or in the backward pass; in the CPU's memory, it notes what is kept for
     the backward pass"""
-    alive,exc,n,backward = [],None,0,False
-    def explode(self, *_): raise Bomb.exc('stop')
+    alive,n,at = [],0,''
     def forward(self, x):
-        Bomb.n -= 1
-        if Bomb.exc and Bomb.n==0 and not Bomb.backward: self.explode()
-        if Bomb.exc and Bomb.n<=0 and x.requires_grad:
+        Bomb.n -= Bomb.at in ('forward','backward')
+        if Bomb.at=='forward' and Bomb.n==0: self.explode()
+        if Bomb.at=='backward' and Bomb.n<=0 and x.requires_grad:
             x = x.clone()
             x.register_hook(self.explode)
         if x.device.type!='cpu': return x
@@ -158,34 +157,50 @@ def with_a_bomb(norm):
     m = tower(4, norm=norm)
     return nn.Sequential(m[0], m[1], nn.Dropout(.2), Bomb(), m[2], *m[7:])
 
-failures = itertools.product([RuntimeError,KeyboardInterrupt,MemoryError,ValueError], [1,2,4], [False,True],
-                             [nn.BatchNorm2d,nn.Identity], ['cpu',GPU])
+ways = dict(accumulate=lambda: [AccumulateStep(2)], memory=lambda: [GradientCheckpointing(), OffloadActivations()],
+            slices=lambda: [MicroBatch(8)], coupled=lambda: [MicroBatch(8, coupled=True)],
+            exact=lambda: [MicroBatch(8, exact=True)])
+stops = itertools.product([RuntimeError,KeyboardInterrupt,MemoryError,ValueError], [1,2,4],
+                          ['forward','backward','after_pred','after_backward'], [nn.BatchNorm2d,nn.Identity], ways,
+                          ['cpu',GPU])
 
-@pytest.mark.parametrize('exc,n,backward,norm,device', sample(failures, 9), indirect=['device'])
-def test_a_slice_that_fails_while_others_wait(exc, n, backward, norm, device, fakegpu, capsys):
-    """Whichever slice it is: no activations, no threads and no pinned memory are left. Weights, and until the forward
-    pass is over buffers and generators, too, are as before the batch"""
+@pytest.mark.parametrize('exc,n,at,norm,way,device', [*sample(stops, 14),
+    *((KeyboardInterrupt, n, at, nn.BatchNorm2d, 'exact', GPU) for n,at in ((2,'forward'),(4,'backward')))],
+    indirect=['device'])
+def test_a_stop_leaves_nothing(exc, n, at, norm, way, device, fakegpu, capsys):
+    """In a micro-batch, or in a slice while others wait: no activations, no threads and no pinned memory are left.
+    Weights are as before the batch, and if it is shown as a whole and does not get through, buffers and generators"""
     was = []
-    def state():
-        rng = torch.get_rng_state(),fakegpu.get_rng_state()
-        return deepcopy(weights(learn)),[*rng, *(o.clone() for o in learn.model.buffers())]
+    def state():   # on the host
+        rng,(ws,bs) = [torch.get_rng_state(), fakegpu.get_rng_state()],(learn.model.parameters(),learn.model.buffers())
+        ws,bs = ([o.detach().to('cpu', copy=True) for o in os] for os in (ws,bs))
+        return ws,bs+rng
     def look(cb): was[:] = state()
-    learn = get_learner(MicroBatch(8, exact=True, prove=False), at_order(-100, before_batch=look), px=8,
-                        model=partial(with_a_bomb, norm))
+    def stop(cb):
+        Bomb.n -= cb.training
+        if cb.training and Bomb.n==0: raise exc('stop')
+    def explode(self, *_): raise exc('stop')
+    Bomb.explode = explode
+    learn = get_learner(*ways[way](), at_order(-100, before_batch=look), model=partial(with_a_bomb, norm), px=8,
+                        n_batches=4)
+    for cb in learn.cbs.filter(lambda o: hasattr(o, 'prove')): cb.prove = False
     def left():
         let_go(learn)
+        fakegpu.synchronize()
         alive = sum(o() is not None for o in Bomb.alive)
-        return fakegpu.memory_allocated(),fakegpu.pinned_stats()['count'],threads(),alive
+        return fakegpu.memory_allocated(),fakegpu.pinned_stats()['count'],threads(),alive,fakegpu.pending()
     learn.fit(1)
-    before = left()
-    Bomb.exc,Bomb.n,Bomb.backward = exc,2+n,backward   # two calls plan the batch
+    before,in_model = left(),'ward' in at and at!='after_backward'
+    Bomb.at,Bomb.n = at,n+2*(way=='exact' and in_model)   # two calls plan the batch
     try:
-        with pytest.raises(exc): learn.fit(1)
-    finally: Bomb.exc = None
+        with pytest.raises(exc): learn.fit(1, cbs=[] if in_model else EachMicro(**{at:stop}))
+    finally: Bomb.at = ''
     now,(ws,others) = left(),state()
     assert Bomb.n<=0 and all(a<=b for a,b in zip(now, before)), (now, before)
-    assert identical(was[0], ws) and (backward or identical(was[1], others))
+    assert identical(was[0], ws) and (at!='forward' or way not in ('coupled','exact') or identical(was[1], others))
     left_alone(learn.model)
+    learn.fit(1)
+    assert left()==before
 
 # ---- what the proof takes
 

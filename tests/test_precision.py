@@ -1,6 +1,6 @@
 "Gradients that are summed in a higher precision than the parameters have"
 import pytest
-from harness import *
+from nets import *
 from fastai_accum.extras import *
 from fastai_accum.know.what_fits import peak_bytes
 
@@ -53,10 +53,6 @@ def test_the_mean_fits_where_the_sum_does_not():
     loss = nn.CrossEntropyLoss(weight=torch.tensor([1.,5e4,5e4]).double())
     assert error(torch.float16, 8, GradAccumDtype(), loss=loss, y=y)<=2
 
-def learned():
-    "A loss with parameters of its own"
-    return Made(lambda m, pred, y: by_class(pred*m.t, y), t=nn.Parameter(torch.ones(3).double()))
-
 def unfreezes(at, event):
     def f(cb):
         if cb.training and cb.epoch==0 and cb.micro.i==at: cb.learn.unfreeze()
@@ -69,7 +65,7 @@ alike = dict(
     shorter  = dict(n=50, skip=(3,4,20)),
     clip     = dict(cbs=lambda: GradientClip(.01)),
     kept_sum = dict(acc=dict(average=False), loss=lambda: nn.CrossEntropyLoss(reduction='sum')),
-    loss     = dict(loss=learned, acc=dict(weight=lambda p, y: by_class.weight[y].sum())),
+    loss     = dict(loss=lambda: scaled(by_class), acc=dict(weight=lambda p, y: by_class.weight[y].sum())),
     unfreeze = dict(cbs=lambda: unfreezes(2, 'before_batch'), frozen=True),
     at_end   = dict(cbs=lambda: unfreezes(3, 'after_batch'), frozen=True),
     left_out = dict(cbs=leaves_out('after_loss')),

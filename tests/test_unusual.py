@@ -132,15 +132,3 @@ except AssertionError:   # PyTorch 2.6 compiles no function of its own
 @each(name=cases)
 @pytest.mark.filterwarnings('ignore:.*torch.jit.*')
 def test_alike(name): alike(**cases[name]())
-
-@each(2, last=['strings','number'], coupled=[False,True])
-def test_inputs_without_rows(last, coupled):
-    "Two inputs, of which the last has no rows, and no `n_inp` that says so"
-    def make(idxs): return features(96)[idxs],[f'{i}' for i in idxs] if last=='strings' else 3.,classes(96)[idxs]
-    batches = [make([*range(i, min(i+32, 76))]) for i in range(0, 76, 32)]
-    def dls(_): return of_batches(batches, [make([*range(16)])], n_inp=None)
-    learns = alike(lambda: MicroBatch(5, coupled=coupled), dls=dls,
-                   model=lambda: Made(lambda m, x, more: m.m(x), m=small_model()))
-    test = DataLoader([o[:2] for o in learns[0].dls.valid], bs=None)
-    for l in learns: l.dls.n_inp = 2
-    close(*(l.get_preds(dl=test)[0] for l in learns))

@@ -51,9 +51,10 @@ opts = dict(sgd=SGD, momentum=partial(SGD, mom=.9), adam=Adam, radam=RAdam, qhad
             torch_sgd=partial(OptimWrapper, opt=torch.optim.SGD))
 # each of three epochs
 fits = dict(twice=lambda l: (l.fit_one_cycle(2), l.fit(1)), flat_cos=lambda l: l.fit_flat_cos(3),
-            sgdr=lambda l: l.fit_sgdr(2, 1), fine_tune=lambda l: l.fine_tune(2, base_lr=.02))
+            sgdr=lambda l: l.fit_sgdr(2, 1), fine_tune=lambda l: l.fine_tune(2, base_lr=.02),
+            positional=lambda l: l.fit(3, .01, .1, None, True))
 
-def check(opt, fit, bs, n, window, drop=False, skip=(), weight=None, ignored=0.):
+def check(opt, fit, bs, n, window, drop=False, skip=(), weight=None, ignored=0., patched=False):
     "A fit in windows is that with the large batch, if this has targets in each batch"
     size = window.get('n_step') or -(-window['n_samples']//bs)
     if drop and n<bs*size: return   # never a step: an error, tested elsewhere
@@ -66,11 +67,14 @@ def check(opt, fit, bs, n, window, drop=False, skip=(), weight=None, ignored=0.)
         learn.planned = None if skip else learn.n_steps(3)
         fits[fit](learn)
         return learn
-    a,b = train(bs, AccumulateStep(**window)),train(bs*size, Callback(after_loss=note))
+    with accumulation(**window) if patched else nullcontext():
+        a = train(bs, None if patched else AccumulateStep(**window))
+    b = train(bs*size, Callback(after_loss=note))
     if b.spy.steps and not any(nans):
         assert_same(a, b)
         assert skip or all(l.planned==len(l.spy.steps) for l in (a,b))
     c = a.accumulate_step.counts
+    assert not patched or a.accumulate_step.learn is None and a.cbs.map(type)==b.cbs.map(type)[:-1]
     assert c.n_samples==c.n_stepped+c.n_thrown==sum(c.sizes)+c.n_thrown and (drop or any(nans) or not c.n_thrown)
 
 @settings(max_examples=600 if SWEEP else 80, deadline=None, derandomize=not SWEEP)
@@ -78,14 +82,14 @@ def check(opt, fit, bs, n, window, drop=False, skip=(), weight=None, ignored=0.)
 @pytest.mark.filterwarnings('ignore')
 def test_any_window(data):
     """Any batch size, window in micro-batches or samples, length, skipped items, share of ignored targets, weights,
-    either rule for the tail; and any optimizer and way to train"""
+    either rule for the tail; any optimizer and way to train; and with the callback, or for every learner"""
     def draw(*args): return data.draw(*args)
     bs,n,drop = draw(st.integers(1,9)),draw(st.integers(1,60)),draw(st.booleans())
     window = dict(n_step=draw(st.integers(1,6))) if draw(st.booleans()) else dict(n_samples=draw(st.integers(1,40)))
     skip = set() if drop else draw(st.sets(st.integers(0,n-1), max_size=n-1))
     weight = torch.tensor(draw(st.lists(st.floats(.01,100), min_size=3, max_size=3))).double()
     ways = draw(st.sampled_from([*opts])),draw(st.sampled_from([*fits]))
-    check(*ways, bs, n, window, drop, skip, weight, draw(st.floats(0,.9)))
+    check(*ways, bs, n, window, drop, skip, weight, draw(st.floats(0,.9)), draw(st.booleans()))
 
 # ---- schedules
 
