@@ -125,8 +125,7 @@ def save(l): l.save('a'); l.fit(1); l.load('a'); l.fit(1)
 def export(l):
     "The loss function is as it was, and the loaded learner predicts and trains"
     l.logger = print
-    with l.removed_cbs(l.spy), warnings.catch_warnings():
-        warnings.simplefilter('ignore')
+    with l.removed_cbs(l.spy), warnings.catch_warnings(action='ignore'):
         l.export('a.pkl')
         other = load_learner(l.path/'a.pkl')
     loss = other.loss_func

@@ -197,8 +197,7 @@ def test_what_is_said(case, capsys):
     cbs,kw,words,n = case
     capsys.readouterr()
     learn = learner(*L(cbs()), **kw)
-    with warnings.catch_warnings(record=True) as ws:
-        warnings.simplefilter('always')
+    with warnings.catch_warnings(record=True, action='always') as ws:
         for _ in range(2): learn.fit(2)
     all_said = [*(str(o.message) for o in ws), *capsys.readouterr().out.splitlines()]
     assert sum(bool(re.search(words, o)) for o in all_said)==n, all_said

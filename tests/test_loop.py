@@ -109,8 +109,7 @@ def skip(event, exc, n=4): return raising(exc, event, lambda cb: (cb.iter+1)%n) 
           ('after_backward',CancelBatchException), ('before_batch',CancelBatchException)])
 def test_all_windows_are_cancelled(cb, at):
     def warned(n, size, acc):
-        with warnings.catch_warnings(record=True) as ws:
-            warnings.simplefilter('always')
+        with warnings.catch_warnings(record=True, action='always') as ws:
             make_learner(make_dls(size, 8), cbs=[acc, skip(*at)]).fit(n)
         return [str(o.message) for o in ws if 'were cancelled' in str(o.message)]
     said, = warned(3, 24, cb())
@@ -119,8 +118,7 @@ def test_all_windows_are_cancelled(cb, at):
     for n in 1,2:   # the recipe of forums beside ours, where every fourth window steps: said once, in the first windows
         said, = warned(n, 128, AccumulateStep(2))
         assert '2 steps in 8 windows' in said
-    with warnings.catch_warnings():
-        warnings.simplefilter('error', UserWarning)
+    with warnings.catch_warnings(action='error', category=UserWarning):
         # half of them is fine
         make_learner(make_dls(64, 8), cbs=[AccumulateStep(2), skip('before_step', CancelStepException, 2)]).fit(1)
 

@@ -467,8 +467,7 @@ def test_a_batch_that_is_never_cut(kw):
     def run(**more):
         learn = make_learner(make_dls(64, 32), cbs=MicroBatch(8, **kw, **more))
         learn.model.register_forward_pre_hook(lambda m, args: tuple(x*2 for x in args))
-        with warnings.catch_warnings(record=True) as ws:
-            warnings.simplefilter('always')
+        with warnings.catch_warnings(record=True, action='always') as ws:
             learn.fit(2)
         return [str(w.message) for w in ws if 'was not cut' in str(w.message)]
     found = run()
