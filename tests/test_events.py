@@ -1,6 +1,7 @@
 "What a callback sees, and what is counted: nothing in the callbacks here knows of accumulation"
 import pickle,weakref
 from harness import *
+from test_unusual import named
 from fastai.callback.hook import ActivationStats
 
 cases = dict(
@@ -71,14 +72,10 @@ def test_only_fastais_bar_is_counted_for():
         order = 61
         def before_fit(self): self.pbar = Bar()
         def after_batch(self): self.pbar.update()
-    def named():
-        m = small_model()
-        m.pbar,m.autocast,m.each_micro_batch,m.train_epoch,m.cuts,m.without = Bar(),3,True,4,5,6
-        return m
     a,b = same(lambda: AccumulateStep(4), also=Own, model=named)
     assert a.own.pbar.n==b.own.pbar.n>0
-    with accumulation(4): learn = make_learner(make_dls(76, 8), named()); learn.fit(1)
-    assert len(learn.spy.steps)==3
+    with accumulation(4): learn = train(bs=8, model=named)
+    assert_same(learn, b)
 
 @each(name=['run','run_train'])
 def test_switched_off(name):

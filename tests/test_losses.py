@@ -1,5 +1,6 @@
 """The weight of each loss is what its mean divides by, and training with it is the large batch's: cut evenly and
 unevenly, in windows without targets, and any window. Rows of the page "Works with" train each loss as it is"""
+import harness
 from nets import *
 from kinds import Odd
 from fastai_accum.loss import *
@@ -74,14 +75,13 @@ losses = dict(
 if hasattr(nn, 'LinearCrossEntropyLoss'):   # newer than the oldest PyTorch that is tested
     losses['linear_ce'] = (nn.LinearCrossEntropyLoss(3, 3, weight=W, dtype=torch.float64).requires_grad_(False), rare())
 
-def train(loss, y, sizes, cbs=(), model=small_model, fit=lambda l: l.fit_one_cycle(2), **kwargs):
+def train(loss, y, sizes, cbs=(), model=small_model, **kwargs):
     "The learner, trained on batches of these sizes"
     cuts = [0,*np.cumsum(sizes)]
     batches,valid = ([(features(N)[i:j], *(o[i:j] for o in tuplify(y))) for i,j in zip(ends, ends[1:])]
                      for ends in (cuts,[0,16,24]))
-    learn = make_learner(of_batches(batches, valid), model(), loss, cbs=cbs, **{**one_group, **kwargs})
-    fit(learn)
-    return learn
+    return harness.train(cbs, dls=lambda _: of_batches(batches, valid), model=model, loss_func=loss,
+                         **{**one_group, **kwargs})
 
 small,large = [BS]*9+[4],[32,32,12]
 def pair(loss, y, model=small_model, window=None, loss_big=None, **kwargs):

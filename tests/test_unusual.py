@@ -84,8 +84,9 @@ class DiceLike(nn.Module):
 def swaps(cb): cb.learn.loss_func = DiceLike()
 
 def named():
-    "`model.lr_finder` is no `LRFinder`, and `model.accumulate_step` no callback"
+    "`model.lr_finder` is no `LRFinder`, `model.accumulate_step` no callback, and `model.pbar` no bar"
     m = small_model()
+    m.pbar,m.autocast,m.each_micro_batch,m.train_epoch,m.cuts,m.without = SimpleNamespace(),3,True,4,5,6
     m.lr_finder = m.accumulate_step = m.micro_batches = m.recorder = 'a part of the model'
     return m
 
