@@ -9,10 +9,6 @@ class Low(Callback):
     def before_batch(self): self.learn.xb = tuple(o.to(next(self.model.parameters()).dtype) for o in self.xb)
     def after_pred(self): self.learn.pred = self.pred.double()
 
-def low_learner(dtype, bs, cbs, n=64, opt_func=SGD, y=None, **kwargs):
-    return make_learner(make_dls(n, bs, y, shuffle=False), small_model().to(dtype), opt_func=opt_func,
-                        cbs=[Low(), *L(cbs)], **kwargs)
-
 def exact_window(dtype, idxs, micro, y=None, loss=None, model=None, x=None):
     """The mean gradient over samples `idxs`, of micro-batches that go backward in `dtype` one by one, summed in
     float64. Losses are scaled by their weights, relative to the first"""
@@ -37,7 +33,8 @@ by_class = nn.CrossEntropyLoss(weight=torch.tensor([1.,7.,30.]).double())
 
 def error(dtype, micro, *cbs, loss=None, y=None):
     "Of the first window of a fit, against the same low-precision gradients, summed in float64; in units"
-    learn = low_learner(dtype, micro, [AccumulateStep(64//micro), *cbs], loss_func=loss, y=y)
+    learn = make_learner(make_dls(64, micro, y, shuffle=False), small_model().to(dtype), loss, SGD,
+                         [Low(), AccumulateStep(64//micro), *cbs])
     learn.fit(1)
     exact = exact_window(dtype, list(range(64)), micro, y, loss)
     return tensor([*map(ulps, learn.spy.steps[0]['grads'], exact)]).max()   # which may be NaN
