@@ -54,6 +54,13 @@ def test_the_note_comes_once_and_names_the_line(cbs, sees, line, capsys):
     said = capsys.readouterr().out
     assert said.count('batch norm sees')==1 and sees in said and line in said, said
 
+def test_the_note_names_no_exact_slices_for_texts_that_are_read_in_pieces(capsys):
+    learn = normed(AccumulateStep(3))
+    learn.model.bptt = 72
+    learn.fit(1)
+    said = capsys.readouterr().out
+    assert 'learn.gradient_checkpointing()' in said and 'exact=True' not in said, said
+
 @each(cbs=[[], [AccumulateStep(1)], [AccumulateStep(n_samples=4)], [AccumulateStep(n_samples=1)],
            [AccumulateStep(2),BatchNormEval()], [MicroBatch(2, exact=True)], [MicroBatch()], [MicroBatch(4)]])
 @pytest.mark.filterwarnings('ignore:.*(1 samples are fewer|no batch of the training)')
