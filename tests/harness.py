@@ -127,13 +127,17 @@ class NoValid(Callback):
     "Train only"
     def before_validate(self): raise CancelValidException
 
+def at_order(order, **events):
+    "A callback of this order that calls functions at events"
+    cb = Callback(**events)
+    cb.order = order
+    return cb
+
 def raising(exc, event, when=lambda cb: True, order=0):
     "A callback that raises `exc` at an event of training, if `when(cb)` is true"
     def f(cb):
         if cb.training and when(cb): raise exc
-    cb = Callback(**{event:f})
-    cb.order = order
-    return cb
+    return at_order(order, **{event:f})
 
 class EachMicro(Callback):
     "Has `after_batch` at each micro-batch"

@@ -35,16 +35,24 @@ def triplets(p, y):
     a,b,c = p.view(-1, 3, p.shape[1]).unbind(1)
     return F.relu((a-b).pow(2).sum(1)-(a-c).pow(2).sum(1)+1).mean()
 
-class Scaled(nn.Module):
+def scaled(loss=F.cross_entropy):
     "A loss with a parameter that the optimizer does not hold"
-    def __init__(self): super().__init__(); self.s = nn.Parameter(torch.ones(3).double())
-    def forward(self, p, y): return F.cross_entropy(p*self.s, y)
+    return Made(lambda m, p, y: loss(p*m.s, y), s=nn.Parameter(torch.ones(3).double()))
 
 # ---- what models and callbacks do
 
 def grows(pct): return 1 if pct<.3 else 3 if pct<.7 else 6
 
 def out_of_memory(*_): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB')
+
+def limited(m, most, backward=False):
+    "`m`, which runs out of memory with more than `most` samples, in the forward or in the backward pass"
+    def f(o, x):
+        if len(x)>o.most and not backward: out_of_memory()
+        y = o.m(x)
+        if len(x)>o.most and o.training and y.requires_grad: y.register_hook(out_of_memory)
+        return y
+    return Made(f, m=m, most=most)
 
 class Elsewhere(Callback):
     """Parameters with an optimizer of their own, which neither the model nor the learner's optimizer has: `used` in the

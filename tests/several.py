@@ -79,15 +79,13 @@ class Case:
         "What one process trains on the large batches"
         return self.train(self.dls(self.windows(world)), self.model(), self.one())
 
-class Two(nn.Module):
+def two(never=False):
     "A branch that is used only where the first feature of the first sample is positive, or never"
-    def __init__(self, never=False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a,self.b,self.never = nn.Linear(6,3).double(),nn.Linear(6,3).double(),never
-    def forward(self, x):
-        if self.never or not (x[:,0]>.5).any(): return self.a(x)
-        return self.a(x)+self.b(x)*(x[:,:1]>.5).double()
+    def f(m, x):
+        if never or not (x[:,0]>.5).any(): return m.a(x)
+        return m.a(x)+m.b(x)*(x[:,:1]>.5).double()
+    torch.manual_seed(0)
+    return Made(f, a=nn.Linear(6,3), b=nn.Linear(6,3)).double()
 
 class Buffered(nn.Module):
     "A model with a buffer, which the processes exchange in the first forward pass after a step"
@@ -145,12 +143,12 @@ cases = dict(
     dropped_last  = Case([4]*8, left_out={(0,3),(1,7)}),
     dropped_all   = Case([4]*8, left_out={(1,0),(1,1),(1,2),(1,3)}),
     kept_sum      = Case([4]*6, loss_func=nn.CrossEntropyLoss(reduction='sum'), acc=dict(average=False)),
-    unused_drop   = Case([4]*8, model=Two, wrap=partial(DDP, find_unused_parameters=True), left_out={(0,3),(1,7)}),
+    unused_drop   = Case([4]*8, model=two, wrap=partial(DDP, find_unused_parameters=True), left_out={(0,3),(1,7)}),
     static        = Case([4]*6, wrap=partial(DDP, static_graph=True)),
     short_epoch   = Case([2]*12, n_step=1, fit=lambda l: l.fit(2, .02), cbs=lambda: ShortEpochCallback(.4)),
     early_drop    = Case([4]*8, left_out={(0,3),(1,5)}, leave='before_batch'),
     buffers_drop  = Case([4]*8, model=Buffered, left_out={(0,3),(1,4),(1,5),(1,6),(1,7)}),
-    unused_never  = Case([4]*8, model=partial(Two, True), wrap=partial(DDP, find_unused_parameters=True),
+    unused_never  = Case([4]*8, model=partial(two, True), wrap=partial(DDP, find_unused_parameters=True),
                          left_out={(1,k) for k in range(4)}),
     static_unused = Case([4]*6, wrap=partial(DDP, find_unused_parameters=True, static_graph=True)),
     cancels_late  = Case([4]*8, left_out={(0,1)}, leave='after_backward', fit=counted_late,

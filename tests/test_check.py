@@ -110,9 +110,9 @@ class Block(nn.Sequential):
 def blocks(*cbs):
     torch.manual_seed(0)
     return learner(nn.Sequential(*[Block() for _ in range(3)], nn.Linear(6,3)).double(), cbs=cbs, shuffle=False)
-def embeddings(cb):
-    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.BatchNorm1d(12), nn.Linear(12, 3))
-    return learner(model, x=torch.randint(0, 9, (64,3)), cbs=cb)
+def embeddings(norm):
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), norm(12), nn.Linear(12, 3))
+    return learner(model.double(), x=torch.randint(0, 9, (64,3)), cbs=AccumulateStep(2))
 def compiled(m): m.compile(); m[0].compile(); return m
 def texts():
     "Longer than the model reads at once"
@@ -149,12 +149,9 @@ def in_odd_modes():
     learn.model[2].eval()
     return learn
 
-class OtherDtypes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net,self.n = net(),nn.Parameter(torch.zeros(3).long(), requires_grad=False)
-        self.c = nn.Parameter(torch.ones(3, dtype=torch.complex128))
-    def forward(self, x): return self.net(x)+self.c.real.sum()
+def other_dtypes():
+    n,c = nn.Parameter(torch.zeros(3).long(), requires_grad=False),nn.Parameter(torch.ones(3, dtype=torch.complex128))
+    return Made(lambda m, x: m.net(x)+m.c.real.sum(), net=net(), n=n, c=c)
 
 class Penalty(Callback):
     "A module that a callback and the learner hold is that of the model in the trial too"
@@ -220,24 +217,17 @@ class Late(Callback):
     def __init__(self, when): self.when = when
     def after_loss(self):
         if self.training and self.when(self): self.learn.loss_grad = self.loss_grad+self.pred.mean(0).pow(2).sum()
-class Mixed(nn.Module):
+def mixed(dim=0, order=torch.randperm):
     "Mixes along `dim`, in an order that it draws"
-    def __init__(self, dim): super().__init__(); self.dim = dim
-    def forward(self, x): return (x+x.index_select(self.dim, torch.randperm(x.shape[self.dim])))/2
-class Sorted(nn.Module):
-    "Mixes samples in an order that it draws by sorting"
-    def __init__(self, order=lambda n: torch.rand(n).argsort()): super().__init__(); self.order = order
-    def forward(self, x): return (x+x[self.order(len(x))])/2
-class OwnLoss(nn.Module):
-    "The model computes its loss, as those of transformers do"
-    def __init__(self): super().__init__(); self.m = small_model()
-    def forward(self, b): p = self.m(b['x']); return dict(loss=masked(p, b['y']), logits=p)
+    return Made(lambda m, x: (x+x.index_select(dim, order(x.shape[dim])))/2)
 class TakesLoss(Callback):
     def after_pred(self): self.l,self.learn.pred = self.pred['loss'],self.pred['logits']
     def after_loss(self): self.learn.loss_grad,self.learn.loss = self.l,self.l.detach().clone()
 def own_loss():
-    items = [(dict(x=x, y=y),y) for x,y in zip(features(64), classes(64))]
-    return learner(OwnLoss(), lambda p,y: 0*p.sum(), [AccumulateStep(2), TakesLoss()], items=items)
+    "The model computes its loss, as those of transformers do"
+    def f(m, b): p = m.m(b['x']); return dict(loss=masked(p, b['y']), logits=p)
+    items,model = [(dict(x=x, y=y),y) for x,y in zip(features(64), classes(64))],Made(f, m=small_model())
+    return learner(model, lambda p,y: 0*p.sum(), [AccumulateStep(2), TakesLoss()], items=items)
 def boxes(os):
     "Each sample has some boxes, and all are in one tensor, with the number of their sample"
     return torch.stack([x for x,_ in os]),torch.cat([x.new_full((1+int(y),3), i) for i,(x,y) in enumerate(os)])
@@ -269,7 +259,7 @@ clean_ones = dict(
     compiled=lambda: learner(compiled(net())), order=packed, penalty=penalty,
     group_norm=lambda: learner(net(nn.GroupNorm(1, 5))), norm_eval=lambda: learner(net(bn()), cbs=BatchNormEval()),
     all_count=lambda: learner(loss=masked, y=torch.ones(64).long()),
-    other_dtypes=lambda: learner(OtherDtypes()),
+    other_dtypes=lambda: learner(other_dtypes()), sparse=lambda: embeddings(nn.Identity),
     again_after_the_batch=lambda: in_order(StepsAgain(), AccumulateStep(4)),
     of_one_length=lambda: longest([8,3,5,8]*16), longer_later=lambda: longest(sorted([2,3,5,8]*16)),
     drops_nothing=lambda: learner(net(nn.Dropout(1e-12))), samples_of_several_batches=lambda: learner(bs=1))
@@ -311,7 +301,7 @@ cases = dict(
     compiled=(lambda: learner(torch.compile(net(bn())), cbs=AccumulateStep(2)), 'batch norm 1',
               "exact=True cannot see into the OptimizedModule 'model', which is compiled"),
     expanded=(lambda: learner(expanded()), 'batch norm net.1'),
-    sparse=(lambda: embeddings(AccumulateStep(2)), 'batch norm 2'),
+    sparse=(lambda: embeddings(nn.BatchNorm1d), 'batch norm 2'),
     slices=(lambda: learner(net(bn()), cbs=[MicroBatch(4), Callback(before_batch=lambda cb: print('batch'))]),
             'batch norm 1'),
     window_of_exact=(lambda: learner(net(bn()), cbs=[AccumulateStep(2), MicroBatch(4, exact=True)]), 'batch norm 1',
@@ -351,18 +341,18 @@ cases = dict(
     **{f.__name__: (lambda f=f: in_order(AccumulateStep(4), loss=f, bs=3), f'loss {f.__name__}')
        for f in (hardest,above)},
     uncut=(lambda: unlabelled(AccumulateStep(2), loss=lambda p: p.pow(2).mean().sqrt()), 'loss both', 'pass `weight=`'),
-    own_loss=(own_loss, 'loss OwnLoss', 'pass `weight=`'), missing=(missing, 'loss <lambda>'),
+    own_loss=(own_loss, 'loss Made', 'pass `weight=`'), missing=(missing, 'loss <lambda>'),
     rows_of_boxes=(lambda: in_order(AccumulateStep(4), loss=per_box, create_batch=boxes), 'loss per_box', 'weight='),
     padded=(lambda: longest([3,3,3,3,8,5,5,5]*8), 'unknown Sequential', ''),
     **{f'later_by_{k}': (lambda f=f: in_order(AccumulateStep(4), Late(f)), 'callback Late') for k,f in dict(
         epochs=lambda o: o.epoch>2, steps=lambda o: o.train_iter>200, share=lambda o: o.pct_train>.9).items()},
     later_beside_a_norm=(lambda: in_order(AccumulateStep(4), Late(lambda o: o.epoch), model=net(bn())),
                          'batch norm 1, callback Late'),
-    partners_by_sorting=(lambda: learner(net(Sorted())), 'unknown 1', ''),
-    partners_by_number=(lambda: learner(net(Sorted(lambda n: torch.randint(n, (n,))))), 'unknown 1', ''),
-    partners=(lambda: learner(net(Mixed(0))), 'unknown 1', ''),
-    channels=(lambda: learner(net(Mixed(1))), 'dropout 1', ''),
-    partners_and_dropout=(lambda: learner(net(nn.Dropout(), Mixed(0))), 'dropout 1, unknown 2', ''),
+    partners_by_sorting=(lambda: learner(net(mixed(order=lambda n: torch.rand(n).argsort()))), 'unknown 1', ''),
+    partners_by_number=(lambda: learner(net(mixed(order=lambda n: torch.randint(n, (n,))))), 'unknown 1', ''),
+    partners=(lambda: learner(net(mixed())), 'unknown 1', ''),
+    channels=(lambda: learner(net(mixed(1))), 'dropout 1', ''),
+    partners_and_dropout=(lambda: learner(net(nn.Dropout(), mixed())), 'dropout 1, unknown 2', ''),
     mixup=(lambda: learner(loss=CrossEntropyLossFlat(), cbs=MixUp()), 'augmentation MixUp'),
     **{f'draws_of_{k}': (lambda f=f: in_order(DrawsInBatch(f), AccumulateStep(2), bs=8), 'augmentation DrawsInBatch')
        for k,f in dict(numpy=np.random.rand, python=random.random, torch=lambda: torch.rand(1).item()).items()},
@@ -589,11 +579,7 @@ def test_bad_bs_and_layers_without_a_size():
 
 @each(most=[9,3])
 def test_goes_on_with_fewer_samples_if_memory_runs_out(most):
-    class Greedy(nn.Linear):
-        def forward(self, x):
-            if len(x)>most: raise RuntimeError('CUDA out of memory. Tried to allocate')
-            return super().forward(x)
-    learn = make_learner(make_dls(64, 16), nn.Sequential(Greedy(6, 8), nn.Linear(8, 10)), cbs=AccumulateStep(4))
+    learn = make_learner(make_dls(64, 16), limited(small_model(), most), cbs=AccumulateStep(4), **one_group)
     if most>4: assert 'one step on 7 samples' in checked(learn).compared
     else:
         with pytest.raises(RuntimeError, match='out of memory'): checked(learn)

@@ -16,13 +16,10 @@ from fastai_accum.memory.offload import *
 from test_memory import tower
 from common import held_bytes,peak_bytes   # of benchmarks
 
-class Encoder(nn.Module):
+def encoder():
     "PyTorch's transformer"
-    def __init__(self, d=16, n=3):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(d, 2, 2*d, batch_first=True)
-        self.layers,self.head = nn.TransformerEncoder(layer, n),nn.Linear(d, 3)
-    def forward(self, x): return self.head(self.layers(x).mean(1))
+    layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 3)
+    return Made(lambda m, x: m.head(m.layers(x).mean(1)), layers=layers, head=nn.Linear(16, 3))
 
 def pair_of(x, n=2): return lambda: [(o := x(), torch.randint(3, (len(o),))) for _ in range(n)]
 def images(px=32, bs=4): return pair_of(lambda: torch.randn(bs,3,px,px))
@@ -34,7 +31,7 @@ def awd_lstm():
 
 # what is trained here; `make proved` has many more
 archs = dict(resnet18=dict(make=body(resnet18), data=images()),
-             encoder=dict(make=Encoder, data=pair_of(lambda: torch.randn(4,7,16))),
+             encoder=dict(make=encoder, data=pair_of(lambda: torch.randn(4,7,16))),
              awd_lstm=dict(make=awd_lstm, data=pair_of(lambda: torch.randint(2, 100, (4,90))), cbs=rnn_cbs))
 
 class Net(nn.Module):
@@ -209,7 +206,7 @@ found = [
     (body(resnet18),  '0[0:4] 0.4.0 0.4.1 0.5.0 0.5.1 0.6.0 0.6.1 0.7.0 0.7.1 model[1:2]'),
     (lambda: xresnet18(n_out=3), 'model[0:4] 4.0 4.1 5.0 5.1 6.0 6.1 7.0 7.1 model[8:12]'),
     (body(vgg11_bn),  '0.0[0:7] 0.0[7:14] 0.0[14:21] 0.0[21:28] model[1:2]'),
-    (Encoder,         'layers.layers.0 layers.layers.1 layers.layers.2'),
+    (encoder,         'layers.layers.0 layers.layers.1 layers.layers.2'),
     # parametrizations keep their weights in a list of modules
     *((o, 'stem[0:4] body.0 body.1 body.2 head[0:2]') for o in (Net,spectral)), (weight_normed, 'model[0:2]'),
     # a plain chain has about √n layers in each, however short it is; a short row in a larger model is one block

@@ -5,7 +5,7 @@ from kinds import Odd
 from fastai_accum.all import *
 from fastai_accum.core import accumulation_settings
 
-def learner(*cbs, n=64, bs=8, **kwargs): return make_learner(make_dls(n, bs), cbs=cbs, **kwargs)
+def learner(*cbs, n=64, bs=8, dls=None, **kwargs): return make_learner(dls or make_dls(n, bs), cbs=cbs, **kwargs)
 
 acc,cut,every = AccumulateStep,MicroBatch,turn_on_accumulation
 an_int = 'must be an int of at least 1'
@@ -104,22 +104,29 @@ def later(cb, **kwargs): vars(cb).update(kwargs); return [cb]   # is checked whe
     *((weighs(torch.tensor(v)), {}, f'weight must return .*got {v}') for v in (-1., math.nan, math.inf)),
     *((weighs(v), {}, 'weight must return .* or a tuple of two, got')
       for v in (torch.ones(3), None, '3', True, torch.tensor(True), [1,2], (1,-1), (1,1,1))),
-    ([acc(9, drop_last=True)], {}, 'more than the 8 of an epoch and the tail is dropped'),
-    ([acc(n_samples=65, drop_last=True)], {}, 'more than the 64 of an epoch and the tail is dropped'),
+    *(([acc(drop_last=True, **kw)], dict(n=n), f'more than the {k} of an epoch and the tail is dropped')
+      for kw,n,k in [(dict(n_step=9),64,8), (dict(n_samples=65),64,64), (dict(n_step=lambda pct: 9),64,8),
+                     (dict(n_step=4),6,1)]),
+    *(([acc(lambda pct, v=v: 2 if pct<.5 else v)], {}, rf'n_step at pct=0\.5 must be an int of at least 1 .* {v!r}')
+      for v in (0, -1, 2.5, 2., True, None, '3')),   # in the second epoch, and before the first step
+    *(([acc(2)], dict(loss_func=torch.jit.script(f)), 'compiled by TorchScript.*or weight=')
+      for f in (nn.CrossEntropyLoss(weight=torch.ones(3).double()),F.cross_entropy)),
     *((later(acc(4), **{k:v}), {}, match) for k,v,match in [
         ('n_step',0,f'AccumulateStep: n_step {an_int}, got 0'), ('n_samples',64,'give either n_step'),
         ('average','mean','average must be')]),
     (later(cut(4), bs=0), {}, f'MicroBatch: bs {an_int}'),
-    (later(cut(4), coupled=1), {}, 'coupled must be')])
+    (later(cut(4), coupled=1), {}, 'coupled must be'),
+    *(([f(4)], dict(dls=make_dls(4, 8, drop_last=True)), f'{f.__name__}: .*no training')
+      for f in (acc,cut)),
+    *(([f(), f()], {}, f'{f.__name__}: .*this callback twice in cbs; keep one .`learn\\.[a-z]+_[a-z]+')
+      for f in (GradientCheckpointing,OffloadActivations))])
+@pytest.mark.filterwarnings('ignore:.*torch.jit.*')
 def test_refused_by_a_fit(case):
+    "Of windows that never step, `n_steps` says the same"
     cbs,kw,*match = case
-    refused(learner(*cbs, **kw), *match)
-
-@each(cls=[acc,cut])
-def test_no_loader(cls):
-    "An empty loader: the error says so, and speaks of the callback that was given"
-    empty = DataLoader(Items(features(4), classes(4)), bs=8, drop_last=True)
-    refused(make_learner(DataLoaders(empty, empty), cbs=cls(4)), f'{cls.__name__}: .*no training')
+    refused(learn := learner(*cbs, **kw), *match, fit=lambda l: l.fit(2))
+    if 'is dropped' in match[0]:
+        with pytest.raises(ValueError, match=match[0]): learn.n_steps(2)
 
 def trains(learn, bs=32):
     "After a refusal nothing is lost: `learn` trains as the large batch"
@@ -127,13 +134,10 @@ def trains(learn, bs=32):
     for l in (learn,big): l.fit(1)
     assert_same(learn, big)
 
-@each(cls=[GradientCheckpointing,OffloadActivations])
-def test_saves_once(cls):
-    refused(learner(cls(), cls()), f'{cls.__name__}: .*this callback twice in cbs; keep one .`learn\\.[a-z]+_[a-z]+')
-
 @each(cls=[acc,cut])
 def test_added_twice(cls):
-    refused(learner(cls(4), cls(2)), 'have this callback (twice|2 times)')
+    learn = learner(cls(4), cls(2))
+    for f in Learner.fit,Learner.n_steps: refused(learn, 'this callback (twice|2 times)', fit=partial(f, n_epoch=1))
     cb = cls(4)
     learn = learner(cb)
     refused(learn, f'{cls.__name__}: .*(twice|2 times)', fit=lambda l: l.fit(1, cbs=cb))
@@ -170,43 +174,36 @@ def test_nothing_is_wrong_without_training():
     learn = learner(acc(9, drop_last=True))
     learn.validate(); learn.get_preds()
 
-def test_warns_once():
-    with pytest.warns(UserWarning) as rec: learner(acc(9)).fit(3)
-    said, = [str(o.message) for o in rec if 'AccumulateStep' in str(o.message)]
-    assert 'a window of 9 micro-batches is more than the 8 of an epoch' in said and 'each epoch makes one step' in said
+def normed(norm): return nn.Sequential(nn.BatchNorm1d(6) if norm else nn.Dropout(), nn.Linear(6,3)).double()
+def dropping(n): return dict(dls=make_dls(n, 8, drop_last=True, x=features(n), y=classes(n)))
+below,uncut = '4 samples are fewer than the batch size 8','bs={} is not below.* 16 .*no batch of the training is cut'
+said = [   # callbacks, arguments of `learner`, what is said, and how often in two fits of two epochs
+    (lambda: acc(9), {}, 'a window of 9 micro-batches is more than the 8 of an epoch.*each epoch makes one step', 2),
+    # also at the beginning of a schedule: each micro-batch is a window
+    (lambda: acc(n_samples=4), {}, below, 2), (lambda: acc(n_samples=lambda pct: 4 if pct<.5 else 64), {}, below, 2),
+    # not to add what is there
+    *((lambda n=n: cut(n), dict(bs=16), f'{uncut.format(n)}.*add AccumulateStep', 2) for n in (64,16)),
+    *((lambda n=n: [cut(n), acc(2)], dict(bs=16), f'{uncut.format(n)}(?!.*AccumulateStep)', 2) for n in (64,16)),
+    # of exact slices only where a batch norm keeps activations
+    *((f, dict(bs=16, model=normed(norm)), 'a CPU, so it saves no memory here', n) for norm in (True,False) for f,n in [
+        (lambda: cut(8, exact=True),norm), (lambda: cut(exact=True),norm), (lambda: cut(8, coupled=True),0),
+        (OffloadActivations,1)]),
+    # if more than 5 % of an epoch's samples reach no step
+    (lambda: acc(4), dropping(124), '(24|28) of the (120|124) samples.*reach no step.*drop_last=False', 2),
+    (lambda: acc(4), dropping(1288), 'reach no step', 0)]
+
+@each(case=said)
+def test_what_is_said(case, capsys):
+    cbs,kw,words,n = case
+    capsys.readouterr()
+    learn = learner(*L(cbs()), **kw)
+    with warnings.catch_warnings(record=True, action='always') as ws:
+        for _ in range(2): learn.fit(2)
+    all_said = [*(str(o.message) for o in ws), *capsys.readouterr().out.splitlines()]
+    assert sum(bool(re.search(words, o)) for o in all_said)==n, all_said
 
 def test_a_window_below_the_batch():
-    "Also at the beginning of a schedule: each micro-batch is a window"
-    below = pytest.warns(UserWarning, match='4 samples are fewer than the batch size 8')
-    with below: trains(learner(acc(n_samples=4)), 8)
-    with below: learner(acc(n_samples=lambda pct: 4 if pct<.5 else 64)).fit(1)
-
-@each(n=[64,16])
-def test_slices_as_large_as_the_batch(n):
-    "The warning does not say to add what is there"
-    for cbs in [],[acc(2)]:
-        says = f'MicroBatch: bs={n} is not below.* 16 .*no batch of the training'
-        with pytest.warns(UserWarning, match=says) as found:
-            learner(cut(n), *cbs, bs=16).fit(1)
-        assert any('add AccumulateStep' in str(o.message) for o in found)!=bool(cbs)
-
-@each(norm=[True,False])
-def test_nothing_is_saved_on_a_cpu(norm, capsys):
-    "It is said once, and of exact slices only where a batch norm keeps activations"
-    model = nn.Sequential(nn.BatchNorm1d(6) if norm else nn.Dropout(), nn.Linear(6,3)).double()
-    cbs = cut(8, exact=True),cut(exact=True),cut(8, coupled=True),OffloadActivations()
-    for cb,said in zip(cbs, (norm,norm,False,True)):
-        learn = learner(cb, bs=16, model=deepcopy(model))
-        for _ in range(2): learn.fit(1)
-        assert capsys.readouterr().out.count('a CPU, so it saves no memory here')==said, cb
-
-def test_dropped_samples_are_said(capsys):
-    "One line, once a fit, if more than 5 % of an epoch's samples reach no step"
-    for n,said in (124,True), (1288,False):
-        make_learner(make_dls(n, 8, drop_last=True, x=features(n), y=classes(n)), cbs=acc(4)).fit(2)
-        out = capsys.readouterr().out
-        assert out.count('reach no step')==said
-        if said: assert 'drop_last=False' in out and re.search(r'(24|28) of the (120|124) samples', out)
+    with pytest.warns(UserWarning, match=below): trains(learner(acc(n_samples=4)), 8)
 
 def test_a_loss_that_sums():
     "`reduction` on a function of one's own says that it sums"

@@ -1,6 +1,7 @@
 "What a callback sees, and what is counted: nothing in the callbacks here knows of accumulation"
 import pickle,weakref
 from harness import *
+from test_unusual import named
 from fastai.callback.hook import ActivationStats
 
 cases = dict(
@@ -26,13 +27,6 @@ def test_every_event(case, fit, tmp_path):
     assert {o[0] for o in b.seen}>=set(events)-({'after_epoch'} if fit=='lr_find' else set())
     close([o[-2:] for o in a.seen], [o[-2:] for o in b.seen])
     if fit!='lr_find': assert_same(a, b)
-
-@each(order=[-math.inf, 0, 1000])
-def test_before_step(order):
-    "`before_step` sees finished gradients and the mean loss of the window, at any order, and may change them"
-    def clip(cb): cb.learn.loss *= nn.utils.clip_grad_norm_(cb.model.parameters(), .1)   # what it returns is logged
-    def make(): cb = Callback(before_step=clip); cb.order = order; return cb
-    same(lambda: AccumulateStep(4), also=make)
 
 def test_boundary():
     "At the step and in `after_batch`, also where a window turned out to be the last; the page has what it is before"
@@ -78,14 +72,10 @@ def test_only_fastais_bar_is_counted_for():
         order = 61
         def before_fit(self): self.pbar = Bar()
         def after_batch(self): self.pbar.update()
-    def named():
-        m = small_model()
-        m.pbar,m.autocast,m.each_micro_batch,m.train_epoch,m.cuts,m.without = Bar(),3,True,4,5,6
-        return m
     a,b = same(lambda: AccumulateStep(4), also=Own, model=named)
     assert a.own.pbar.n==b.own.pbar.n>0
-    with accumulation(4): learn = make_learner(make_dls(76, 8), named()); learn.fit(1)
-    assert len(learn.spy.steps)==3
+    with accumulation(4): learn = train(bs=8, model=named)
+    assert_same(learn, b)
 
 @each(name=['run','run_train'])
 def test_switched_off(name):

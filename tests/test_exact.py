@@ -2,7 +2,6 @@
 
 Everything is float64 and compared with the large batch, the state of the random generators included."""
 import gc,pickle,signal,threading
-from itertools import chain
 import pytest
 from torch.nn.utils import prune
 from nets import *
@@ -10,6 +9,10 @@ from kinds import Odd
 from fastai.text.models import WeightDropout
 from fastai.callback.mixup import CutMix,MixUp
 from fastai_accum.all import *
+from fastai_accum.proof.dry import Dry
+from fastai_accum.exact.lockstep import _stats
+from fastai_accum.memory.offload import Slab
+from unittest import mock
 from torchvision.ops import stochastic_depth
 
 X,Y = features(20),classes(20)
@@ -124,9 +127,8 @@ P = features(20, 32).view(20,2,4,4)
 def norms(): return conv(nn.Sequential(nn.InstanceNorm2d(4), nn.GroupNorm(2,4), nn.Tanh(), nn.BatchNorm2d(4)))
 weighted = nn.CrossEntropyLoss(torch.tensor([1.,5,.1]).double())
 
-class Last(nn.Module):
-    "Masks are filled in the order of memory"
-    def forward(self, x): return F.dropout(x.to(memory_format=torch.channels_last), .3)
+# masks are filled in the order of memory
+def last(): return Odd(lambda m, x: F.dropout(x.to(memory_format=torch.channels_last), .3))
 
 def masked():
     "A buffer that stays as it is, and of which a difference is not a number"
@@ -164,7 +166,7 @@ uses = dict(   # models, and arguments of `same_slices`
                   dict(x=X2, y=Y2)),
     slices_1   = (norms, dict(x=P, n=1)),
     slices_7   = (norms, dict(x=P, n=7)),
-    memory     = (lambda: conv(nn.Sequential(Last(), nn.BatchNorm2d(4), Last())), dict(x=P)),
+    memory     = (lambda: conv(nn.Sequential(last(), nn.BatchNorm2d(4), last())), dict(x=P)),
     dropped    = (normed, dict(drop_last=True)),
     # of two samples, batch norm leaves nearly nothing of a gradient, and rounding all of it; eps keeps some
     last_two   = (lambda: flat(lambda h, bn: bn(h), bn8(eps=.1)), dict(x=X[:18], y=Y[:18], n=1, bs=8)),
@@ -215,9 +217,8 @@ def test_one_sample_is_refused_as_without():
 # ---- draws
 
 def rows_first(x, *ms): return x+torch.rand(len(x), 8).double()
-class Hand(nn.Module):
-    "Stochastic depth as timm writes it"
-    def forward(self, x): return x*x.new_empty((len(x),)+(1,)*(x.ndim-1)).bernoulli_(.5) if self.training else x
+# stochastic depth as timm writes it
+def by_timm(x): return x*x.new_empty((len(x),)+(1,)*(x.ndim-1)).bernoulli_(.5)
 
 def three(h): return [h]*3
 def in_a_closure(g): return flat(lambda h: h+torch.rand(len(h), 1, generator=g).double())
@@ -231,7 +232,7 @@ draws = dict(
     once         = lambda: flat(lambda h: h*(1+torch.rand(1).double())),
     like         = lambda: flat(lambda h: h+torch.randn_like(h)+torch.rand_like(h)),
     batch_depth  = lambda: flat(lambda h: stochastic_depth(h, .5, 'batch')),
-    timm_depth   = lambda: flat(lambda h, d: d(h), Hand()),
+    timm_depth   = lambda: flat(lambda h, d: d(h), Odd(lambda m, x: by_timm(x) if m.training else x)),
     second       = lambda: flat(lambda h: F.dropout(h.t(), .3).t()),
     heads        = lambda: flat(lambda h: F.dropout(h.view(-1,4,2).flatten(0,1), .3).view(-1,8)),
     python       = lambda: flat(lambda h: h*(2 if random.random()<.5 else 1)*(1+np.random.rand())),
@@ -253,20 +254,6 @@ def test_draws(k, norm, bs):
             m.head = nn.Sequential(nn.Tanh(), nn.BatchNorm1d(8), nn.Dropout(.2), m.head)
         return m
     same_slices(make, X2, Y2, 2*bs-1)
-
-def stopped(m, exc, match=None, x=X, **kwargs):
-    "The error of a fit, and what there was before the batch and is afterwards: generators, weights and buffers"
-    was = []
-    def now(): return [torch.get_rng_state(), *(o.detach().clone() for o in chain(m.parameters(), m.buffers()))]
-    def look(cb): was[:] = now()
-    cb = Callback(before_batch=look); cb.order = -100
-    learn = make_learner(make_dls(20, 8, y=Y, x=x, shuffle=False), m, splitter=params,
-                         cbs=[MicroBatch(3, exact=True, **kwargs), cb])
-    was[:] = now()
-    with pytest.raises(exc, match=match): learn.fit(1)
-    left_alone(m)
-    assert not learn.spy.steps
-    return was,now()
 
 # ---- beside other callbacks
 
@@ -302,28 +289,7 @@ def test_autocast(dtype):
     assert {*seen}-{torch.float32, torch.float64}=={dtype}   # the proof runs in float64
     assert rel(list(b.model.parameters()), list(a.model.parameters()))[0]<=HALF[dtype]
 
-# ---- ends
-
-calls = []
-def fails(m, x):
-    "Fails in slice `m.k`, in the forward or in the backward pass"
-    def fail(*_): raise m.e
-    k = (len(calls)-2)%3   # the plan has made two calls
-    calls.append(k)
-    if k!=m.k: return x
-    if not m.backward: fail()
-    x = x.clone()
-    x.register_hook(fail)
-    return x
-
-errors = ValueError('mine'),KeyboardInterrupt(),RuntimeError('out of memory')
-
-@drawn(5, k=[0,1,2], e=errors, backward=[False,True], norm=[bn8,nn.Tanh])
-def test_a_failure_in_a_slice(k, e, backward, norm):
-    m = flat(lambda h, *ms: nn.Sequential(*ms)(h), norm(), nn.Dropout(), Odd(fails, k=k, e=e, backward=backward))
-    calls.clear()
-    was,now = stopped(m.double(), type(e), prove=False)   # no proof, since the model counts its calls
-    assert backward or identical(was, now)   # or the forward pass is over, as in the plain run
+# ---- what changes, and how it ends
 
 def test_a_batch_of_another_length_has_its_own_plan():
     "How many draws there are, and which norm is used, depends on the length of the texts; of 4 and 5 only the norm"
@@ -408,3 +374,50 @@ def test_several_backward_passes(heads):
     torch.manual_seed(2)
     same_slices(Odd(f, body=nn.Linear(6,6), a=nn.BatchNorm1d(6), b=nn.BatchNorm1d(6)), cbs=Balance(),
                 loss_func=lambda pred, y: (pred[0]*pred[1]).mean())
+
+# ---- what is made once in a fit, what goes from slice to slice, and what is shared on the host
+
+@each(kw=[dict(coupled=True), dict(exact=True)])
+def test_once_a_fit(kw):
+    "The plan, two dry runs, are made once, for both epochs and for all batches of one shape"
+    runs,run,norm = [],Dry.run,nn.BatchNorm1d if 'exact' in kw else nn.Identity
+    cb = MicroBatch(4, valid=False, prove=False, **kw)
+    learn = make_learner(make_dls(64, 16), layers(norm(5)), cbs=cb, **one_group)
+    with mock.patch.object(Dry, 'run', lambda *args, **more: runs.append(1) or run(*args, **more)): learn.fit(2)
+    assert len(runs)==(2 if 'exact' in kw else 0)
+
+at = [0]   # the batches so far, which no model holds
+def count(cb): at[0] += cb.training
+def late():
+    "Changes something from its fifth batch on: what it counts goes into what it returns"
+    def f(m, x):
+        if m.training and at[0]>=5: m.seen = [*m.seen,1]
+        return m.m(x)*(1+len(m.seen))
+    at[0] = 0
+    return Odd(f, seen=[], m=small_model())
+
+def test_what_changes_late_goes_from_slice_to_slice():
+    "The batch runs once more, with all that can change"
+    a,b = same(lambda: MicroBatch(3, coupled=True, prove=False), 8, 8, 64, lambda l: l.fit(2, .01), model=late,
+               also=partial(Callback, before_batch=count), shuffle=True, **one_group)
+    assert len(a.model.seen)==len(b.model.seen)==12
+
+@each(shape=[(6,4), (6,4,5,3), (3,2,2,2,2)], dtype=[torch.float64,torch.float32])
+def test_statistics(shape, dtype):
+    tol = 1e-14 if dtype==torch.float64 else 1e-6
+    x = torch.randn(shape, dtype=torch.float64)*.1+10
+    dims = [0,*range(2,len(shape))]
+    mean,var = _stats(x.to(dtype))
+    assert rel(mean.double(), x.mean(dims))[0]<tol
+    assert rel(var.double(), x.to(dtype).double().var(dims, correction=0))[0]<10*tol
+    assert not any(o.any() for o in _stats(x[:0]))
+
+def test_a_slab():
+    "Tensors have parts of their own, with the strides that a copy has, and hold the memory together"
+    slab = Slab(2**12, False)
+    x = torch.randn(4,5,6)
+    given = [x, x>0, x.transpose(0,2), x.double()[:,::2], x[:1].bfloat16()]
+    made = [slab.like(o).copy_(o) for o in given]
+    for a,b in zip(made, given): assert torch.equal(a, b) and a.stride()==torch.empty_like(b).stride()
+    assert len({o.untyped_storage().data_ptr() for o in made})==1
+    assert slab.left==2**12-sum(-(-o.nbytes//64)*64 for o in given)

@@ -3,7 +3,7 @@
 Blocks and slices that run again see what the first run saw. Each case is as plain training, or refused by name."""
 import pytest
 from functools import lru_cache
-from harness import *
+from nets import *
 from fastai_accum.all import *
 from fastai_accum.slices import Refused
 
@@ -110,13 +110,6 @@ def test_changes_in_a_fit(change, way):
 
 def test_a_retry_puts_callbacks_back():
     "Memory runs out in the first attempt: what a callback holds is as if that attempt had not been"
-    class Full(nn.Module):
-        def __init__(self, most): super().__init__(); self.n,self.most = net(),most
-        def forward(self, x):
-            y = self.n(x)
-            if self.training and y.requires_grad and len(x)>self.most: y.register_hook(self.out)
-            return y
-        def out(self, g): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')
     class Ema(Callback):
         run_valid = False
         def before_fit(self): self.m = torch.zeros(3).double()
@@ -124,24 +117,21 @@ def test_a_retry_puts_callbacks_back():
             self.m.mul_(.8).add_(.2*self.pred.detach().mean(0))
             self.learn.pred = self.pred-self.m
     for kw in dict(coupled=True),dict(exact=True):
-        cut = fit(MicroBatch(prove=False, valid=False, **kw), Ema(), make=partial(Full, 6))
-        assert_same(cut, fit(Ema(), make=partial(Full, 99)))
+        cut = fit(MicroBatch(prove=False, valid=False, **kw), Ema(), make=lambda: limited(net(), 6, backward=True))
+        assert_same(cut, fit(Ema(), make=lambda: limited(net(), 99)))
 
 def test_nothing_stays_in_a_cache():
     "A table of a function is in float32 after a proof and a check, and a list that refuses to be cleared is put back"
-    class Table(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.a,self.b = nn.Linear(6,8),nn.Sequential(nn.Linear(8,3), nn.Tanh())
-            self.t = lru_cache(partial(torch.linspace, 0, 1))
-        def forward(self, x): return self.b(self.a(x)+self.t(8))
+    def model():
+        torch.manual_seed(0)
+        return Made(lambda m, x: m.b(m.a(x)+m.t(8)), a=nn.Linear(6,8), b=nn.Sequential(nn.Linear(8,3), nn.Tanh()),
+                    t=lru_cache(partial(torch.linspace, 0, 1)))
     class Log(list):
         def clear(self): raise TypeError('a log is not cleared')
     def run(*cbs, check=False):
         dls = make_dls(48, 16, x=features(48).float(), shuffle=False)
         log = Callback(before_batch=lambda cb: cb.log.append(1))
-        learn = make_learner(dls, Table(), opt_func=SGD, cbs=[*cbs, log], **one_group)
+        learn = make_learner(dls, model(), opt_func=SGD, cbs=[*cbs, log], **one_group)
         learn.recorder.smooth_loss,log.log = AvgSmoothLoss(),Log()
         if check: learn.check_accumulation(); assert not log.log
         learn.fit(1)

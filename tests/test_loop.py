@@ -1,5 +1,5 @@
-"The loop over windows: what is counted, tails, micro-batches that are left out, windows that are thrown away"
-import pytest
+"The loop over windows: what is counted, tails, what is left out or thrown away, and what stays in long runs"
+import gc,pytest
 from contextlib import nullcontext
 from nets import *
 from fastai_accum.all import *
@@ -22,27 +22,12 @@ def test_samples_are_counted_as_they_arrive():
     assert a.accumulate_step.counts.sizes==[36,24]
     close([*at, a.pct_train], [0,2/3,1])
 
-class OwnStep(Learner):
-    "Makes the backward pass and the step by itself"
-    def one_batch(self, i, b):
-        if not self.training: return super().one_batch(i, b)
-        self._split(b)
-        self.loss_func(self.model(*self.xb), *self.yb).backward()
-        self.opt.step(); self.opt.zero_grad()
-
-def test_a_step_of_ones_own():
-    "A learner that steps by itself gets an error"
-    learn = make_learner(make_dls(64, 8), cbs=AccumulateStep(4))
-    learn.__class__ = OwnStep
-    with pytest.raises(RuntimeError, match='AccumulateStep.*steps by itself'): learn.fit(1)
-    is_clean(learn)
-
 @each(case=[('after_backward',CancelBatchException,5), ('after_backward',CancelTrainException,5),
             ('after_backward',KeyboardInterrupt,5), ('before_step',CancelBatchException,7)])
 def test_a_window_that_is_thrown_away_clears_all(case):
     "Also the gradients of what the optimizer does not hold: a frozen part of the model, and the loss's own parameters"
     event,exc,at = case
-    learn = make_learner(make_dls(64, 8), loss_func=Scaled(), splitter=lambda m: [params(m[0])],
+    learn = make_learner(make_dls(64, 8), loss_func=scaled(), splitter=lambda m: [params(m[0])],
                          cbs=[AccumulateStep(4), raising(exc, event, lambda cb: cb.micro.i==at)])
     with pytest.raises(exc) if exc is KeyboardInterrupt else nullcontext(): learn.fit(1, cbs=NoValid())
     assert learn.micro.i==at   # the rest of the window is drawn, not run
@@ -87,10 +72,12 @@ def test_cancelled_micro_batches(which, event, order):
     n,left = a.accumulate_step.counts,sum(map(len, windows))
     assert (n.n_steps,n.n_stepped,n.n_thrown)==(len(b.spy.steps),left,76-left)
 
-def test_terminate_on_nan_of_weight_0():
-    "A micro-batch of weight 0 does not end training: its loss of NaN is not shown"
-    y = classes(76); y[8:16] = -100
-    same(lambda: AccumulateStep(4), also=TerminateOnNaNCallback, y=y)
+def test_one_scale_a_fit():
+    "Whatever micro-batches weigh, losses are divided by one constant, in the second epoch, too"
+    seen,loss = [],nn.CrossEntropyLoss(weight=tensor([1.,5.,.2]).double())
+    note = Callback(after_backward=lambda cb: seen.append(cb.accumulate_step.scale))
+    make_learner(make_dls(76, 8), loss_func=loss, cbs=[AccumulateStep(4), note]).fit(2)
+    assert len(seen)==20 and len({*seen})==1
 
 # A window of one micro-batch is plain fastai to every callback: batches differ in size here, and classes are weighted
 
@@ -122,8 +109,7 @@ def skip(event, exc, n=4): return raising(exc, event, lambda cb: (cb.iter+1)%n) 
           ('after_backward',CancelBatchException), ('before_batch',CancelBatchException)])
 def test_all_windows_are_cancelled(cb, at):
     def warned(n, size, acc):
-        with warnings.catch_warnings(record=True) as ws:
-            warnings.simplefilter('always')
+        with warnings.catch_warnings(record=True, action='always') as ws:
             make_learner(make_dls(size, 8), cbs=[acc, skip(*at)]).fit(n)
         return [str(o.message) for o in ws if 'were cancelled' in str(o.message)]
     said, = warned(3, 24, cb())
@@ -132,8 +118,7 @@ def test_all_windows_are_cancelled(cb, at):
     for n in 1,2:   # the recipe of forums beside ours, where every fourth window steps: said once, in the first windows
         said, = warned(n, 128, AccumulateStep(2))
         assert '2 steps in 8 windows' in said
-    with warnings.catch_warnings():
-        warnings.simplefilter('error', UserWarning)
+    with warnings.catch_warnings(action='error', category=UserWarning):
         # half of them is fine
         make_learner(make_dls(64, 8), cbs=[AccumulateStep(2), skip('before_step', CancelStepException, 2)]).fit(1)
 
@@ -193,9 +178,10 @@ def test_cancelled_windows_leave_parameters_elsewhere():
     assert len(a.elsewhere.grads)==2
 
 class Iterates(Learner):
-    "A training loop of its own: `one_batch`, a part of it, or nothing of fastai's"
+    "A training loop of its own: `one_batch`, a part of it, or nothing of fastai's; or only the step is its own"
     how = 'batch'
     def _do_epoch_train(self):
+        if self.how=='step': return super()._do_epoch_train()
         self.dl = self.dls.train
         self._with_events(self.mine, 'train', CancelTrainException)
     def mine(self):
@@ -205,16 +191,23 @@ class Iterates(Learner):
             if self.how=='batch': self.one_batch(i, b)
             else: self._split(b)
             if self.how=='part': self._do_one_batch()
-            if self.how=='none': self.loss_func(self.model(*self.xb), *self.yb).backward()
+            if self.how=='none': self.backward_alone()
+    def backward_alone(self): self.loss_func(self.model(*self.xb), *self.yb).backward()
+    def one_batch(self, i, b):
+        if self.how!='step' or not self.training: return super().one_batch(i, b)
+        self._split(b)
+        self.backward_alone()
+        self.opt.step(); self.opt.zero_grad()
 
-@each(way=dict(n_step=0, cut=0), how=['batch','part','none','all'])
+@each(way=dict(n_step=0, cut=0), how=['batch','part','none','all','step'])
 def test_a_training_loop_of_its_own(way, how):
-    "It is an error or a warning that names us, unless it calls `all_batches`"
+    "It is an error or a warning that names us, unless it calls `all_batches` and does not step by itself"
     learn = make_learner(make_dls(64, 16 if way=='cut' else 8, shuffle=False), cbs=ways[way]())
     learn.__class__,learn.how = Iterates,how
-    says = 'do not come through `all_batches`'
-    seen = pytest.raises(RuntimeError, match=says) if how in ('batch','part') else pytest.warns(UserWarning, match=says)
+    says = '(AccumulateStep|MicroBatch).*'+('steps by itself' if how=='step' else 'do not come through `all_batches`')
+    seen = pytest.warns(UserWarning, match=says) if how=='none' else pytest.raises(RuntimeError, match=says)
     with nullcontext() if how=='all' else seen: learn.fit(1)
+    if how=='step': is_clean(learn)
     assert how!='all' or len(learn.spy.steps)==(4 if way=='cut' else 2)
 
 class Record:
@@ -256,3 +249,38 @@ def test_batches_that_the_learner_takes_apart(kind, way):
     if kind in ('record','odd') and way in ('cut','both'):
         with pytest.raises(ValueError, match='MicroBatch: the batch cannot be cut: .*pass split='): run(bs, *cbs)
     else: assert_same(run(bs, *cbs), run(32))
+
+# ---- long runs
+
+def rss():
+    "Resident memory of this process in MiB"
+    gc.collect()
+    return int(Path('/proc/self/statm').read_text().split()[1])*os.sysconf('SC_PAGE_SIZE')/2**20
+
+class Watch(EachMicro):
+    "Memory each 500 micro-batches, and the calls of Python in the hundred before"
+    order = Recorder.order-1
+    def before_fit(self): self.n,self.mem,self.calls = 0,[],[]
+    def count(self, frame, event, arg): self.calls[-1] += event=='call'
+    def after_batch(self):
+        if not self.training: return
+        self.n += 1
+        if self.n%500==400: self.calls.append(0); sys.setprofile(self.count)
+        if self.n%500==0: sys.setprofile(None); self.mem.append(rss())
+    def after_fit(self): sys.setprofile(None)
+
+@pytest.mark.skipif(not Path('/proc/self/statm').exists(),
+                    reason='reads the memory of the process from /proc, which only Linux has')
+def test_soak():
+    """Six thousand micro-batches (`make sweep`: a hundred thousand): no memory that stays, and no work that grows;
+    without `Recorder`, whose lists grow by one a step"""
+    watch,n_epoch = Watch(),100 if SWEEP else 6
+    learn = make_learner(make_dls(1000*8-3, 8, skip=(5,77)), cbs=[watch,AccumulateStep(n_samples=30, drop_last=True)])
+    learn.remove_cbs([Spy,Recorder])
+    learn.fit(n_epoch)
+    first,last = (sorted(o)[3] for o in (watch.calls[:6], watch.calls[-7:-1]))   # an epoch may end among them
+    grown = watch.mem[-1]-watch.mem[0]
+    print(f'{watch.n} micro-batches; {grown:+.2f} MiB from the first 500 to the end; calls × {last/first:.3f}')
+    assert watch.n>=n_epoch*990 and grown<1 and last/first<1.05
+    n = learn.accumulate_step.counts
+    assert n.n_samples==n.n_stepped+n.n_thrown

@@ -1,5 +1,6 @@
 """The weight of each loss is what its mean divides by, and training with it is the large batch's: cut evenly and
 unevenly, in windows without targets, and any window. Rows of the page "Works with" train each loss as it is"""
+import harness
 from nets import *
 from kinds import Odd
 from fastai_accum.loss import *
@@ -74,14 +75,13 @@ losses = dict(
 if hasattr(nn, 'LinearCrossEntropyLoss'):   # newer than the oldest PyTorch that is tested
     losses['linear_ce'] = (nn.LinearCrossEntropyLoss(3, 3, weight=W, dtype=torch.float64).requires_grad_(False), rare())
 
-def train(loss, y, sizes, cbs=(), model=small_model, fit=lambda l: l.fit_one_cycle(2), **kwargs):
+def train(loss, y, sizes, cbs=(), model=small_model, **kwargs):
     "The learner, trained on batches of these sizes"
     cuts = [0,*np.cumsum(sizes)]
     batches,valid = ([(features(N)[i:j], *(o[i:j] for o in tuplify(y))) for i,j in zip(ends, ends[1:])]
                      for ends in (cuts,[0,16,24]))
-    learn = make_learner(of_batches(batches, valid), model(), loss, cbs=cbs, **{**one_group, **kwargs})
-    fit(learn)
-    return learn
+    return harness.train(cbs, dls=lambda _: of_batches(batches, valid), model=model, loss_func=loss,
+                         **{**one_group, **kwargs})
 
 small,large = [BS]*9+[4],[32,32,12]
 def pair(loss, y, model=small_model, window=None, loss_big=None, **kwargs):
@@ -174,12 +174,16 @@ def both(c): return lambda pred,targ: (targ.sum().clamp(min=c), targ.sum())
 
 ways = dict(accumulate=(2, lambda w: AccumulateStep(16, weight=w)),
             by_samples=(2, lambda w: AccumulateStep(n_samples=32, weight=w)),
-            slices=(32, lambda w: MicroBatch(2, weight=w)))
+            slices=(32, lambda w: MicroBatch(2, weight=w)),
+            in_windows=(32, lambda w: [MicroBatch(2), AccumulateStep(1, weight=w)]),
+            beside=(32, lambda w: [MicroBatch(2, weight=w), AccumulateStep(1)]))
 
 @each(6, c=[1e-3,1.,4.,50.], k=ways, y=[positives,none])
 def test_a_floor_under_the_divisor(k, c, y):
+    "And a weight that is one number, for a loss that nobody knows"
     bs,way = ways[k]
     same(lambda: way(both(c)), bs=bs, y=y(), loss_func=per_positive(c))
+    same(lambda: way(lambda p, y: W[y].sum()), bs=bs, loss_func=lambda p, y: F.cross_entropy(p, y, weight=W))
 
 @each(k=ways)
 def test_one_warning_where_a_loss_is_left_out(k, recwarn):

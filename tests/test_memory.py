@@ -1,4 +1,4 @@
-"""Memory: what a step takes, and what happens when it runs out; `test_on_a_device` has what is left.
+"""Memory: what a step takes, what happens when it runs out, and what is left.
 
 The simulated accelerator counts every byte and has limits. A training step is measured with its gradients allocated
 before, as a share of the same step with the large batch."""
@@ -14,18 +14,18 @@ from common import peak_bytes
 there = pytest.mark.parametrize('device', [GPU], indirect=True)
 
 class Block(nn.Module):
-    def __init__(self, c):
+    def __init__(self, c, norm):
         super().__init__()
         self.convs = nn.ModuleList(nn.Conv2d(c, c, 3, padding=1, bias=False) for _ in range(2))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(c) for _ in range(2))
+        self.norms = nn.ModuleList(norm(c) for _ in range(2))
     def forward(self, x):
         a,b = zip(self.convs, self.norms)
         return F.relu(x + b[1](b[0](F.relu(a[1](a[0](x))))))   # no variable holds on to what is between
 
-def tower(c=16, n=6):
+def tower(c=16, n=6, norm=nn.BatchNorm2d):
     torch.manual_seed(0)
     head = nn.AdaptiveAvgPool2d(1),nn.Flatten(),nn.Linear(c, 3)
-    return nn.Sequential(nn.Conv2d(3, c, 3, padding=1), *[Block(c) for _ in range(n)], *head)
+    return nn.Sequential(nn.Conv2d(3, c, 3, padding=1), *[Block(c, norm) for _ in range(n)], *head)
 
 def get_learner(*cbs, model=tower, n=32, px=32, n_batches=1, dtype=torch.float32, opt_func=SGD):
     set_seed(0)
@@ -139,37 +139,71 @@ def test_what_fits_counts_what_is_free(device, fakegpu, capsys):
 # ---- nothing stays
 
 class Bomb(nn.Module):
-    "Raises in its `n`th call; in the CPU's memory, it notes what is kept for the backward pass"
-    alive,exc,n = [],None,0
+    """Raises in its `n`th call, in the forward or in the backward pass; in the CPU's memory, it notes what is kept for
+    the backward pass"""
+    alive,n,at = [],0,''
     def forward(self, x):
-        Bomb.n -= 1
-        if Bomb.exc and Bomb.n==0: raise Bomb.exc('stop')
+        Bomb.n -= Bomb.at in ('forward','backward')
+        if Bomb.at=='forward' and Bomb.n==0: self.explode()
+        if Bomb.at=='backward' and Bomb.n<=0 and x.requires_grad:
+            x = x.clone()
+            x.register_hook(self.explode)
         if x.device.type!='cpu': return x
         ones = np.ones(x.shape, np.float32)
         Bomb.alive.append(weakref.ref(ones))
         return x*torch.from_numpy(ones)
 
-def with_a_bomb():
-    m = tower(4)
-    return nn.Sequential(m[0], m[1], Bomb(), m[2], *m[7:])
+def with_a_bomb(norm):
+    m = tower(4, norm=norm)
+    return nn.Sequential(m[0], m[1], nn.Dropout(.2), Bomb(), m[2], *m[7:])
 
-@pytest.mark.parametrize('exc,n,device', sample(itertools.product([RuntimeError,KeyboardInterrupt,MemoryError], [1,2,4],
-                                                                  ['cpu',GPU]), 4), indirect=['device'])
-def test_a_slice_that_fails_while_others_wait(exc, n, device, fakegpu, capsys):
-    "Whichever slice it is: no activations, no threads and no pinned memory are left"
-    learn = get_learner(MicroBatch(8, exact=True, prove=False), model=with_a_bomb, px=8)
+ways = dict(accumulate=lambda: [AccumulateStep(2)], memory=lambda: [GradientCheckpointing(), OffloadActivations()],
+            slices=lambda: [MicroBatch(8)], coupled=lambda: [MicroBatch(8, coupled=True)],
+            exact=lambda: [MicroBatch(8, exact=True)])
+stops = itertools.product([RuntimeError,KeyboardInterrupt,MemoryError,ValueError], [1,2,4],
+                          ['forward','backward','after_pred','after_backward'], [nn.BatchNorm2d,nn.Identity], ways,
+                          ['cpu',GPU])
+
+@pytest.mark.parametrize('exc,n,at,norm,way,device', [*sample(stops, 11),
+    *((KeyboardInterrupt, n, at, nn.BatchNorm2d, 'exact', GPU) for n,at in ((2,'forward'),(4,'backward')))],
+    indirect=['device'])
+def test_a_stop_leaves_nothing(exc, n, at, norm, way, device, fakegpu, capsys):
+    """In a micro-batch, or in a slice while others wait: no activations, no threads and no pinned memory are left.
+    Weights are as before the batch, and if it is shown as a whole and does not get through, buffers and generators"""
+    was = []
+    def state():   # on the host
+        rng,(ws,bs) = [torch.get_rng_state(), fakegpu.get_rng_state()],(learn.model.parameters(),learn.model.buffers())
+        ws,bs = ([o.detach().to('cpu', copy=True) for o in os] for os in (ws,bs))
+        return ws,bs+rng
+    def look(cb): was[:] = state()
+    def stop(cb):
+        Bomb.n -= cb.training
+        if cb.training and Bomb.n==0: raise exc('stop')
+    def explode(self, *_): raise exc('stop')
+    Bomb.explode = explode
+    learn = get_learner(*ways[way](), at_order(-100, before_batch=look), model=partial(with_a_bomb, norm), px=8,
+                        n_batches=4)
+    for cb in learn.cbs.filter(lambda o: hasattr(o, 'prove')): cb.prove = False
     def left():
         let_go(learn)
+        fakegpu.synchronize()
         alive = sum(o() is not None for o in Bomb.alive)
-        return fakegpu.memory_allocated(),fakegpu.pinned_stats()['count'],threads(),alive
+        return fakegpu.memory_allocated(),fakegpu.pinned_stats()['count'],threads(),alive,fakegpu.pending()
     learn.fit(1)
-    before = left()
-    Bomb.exc,Bomb.n = exc,2+n   # two calls plan the batch
+    before,in_model = left(),'ward' in at and at!='after_backward'
+    Bomb.at,Bomb.n = at,n+2*(way=='exact' and in_model)   # two calls plan the batch
     try:
-        with pytest.raises(exc): learn.fit(1)
-    finally: Bomb.exc = None
-    now = left()
-    assert Bomb.n==0 and all(a<=b for a,b in zip(now, before)), (now, before)
+        with pytest.raises(exc): learn.fit(1, cbs=[] if in_model else EachMicro(**{at:stop}))
+    finally: Bomb.at = ''
+    for _ in range(50):   # the thread of the backward pass lets go a moment later
+        now,(ws,others) = left(),state()
+        if all(a<=b for a,b in zip(now, before)): break
+        time.sleep(.1)
+    assert Bomb.n<=0 and all(a<=b for a,b in zip(now, before)), (now, before)
+    assert identical(was[0], ws) and (at!='forward' or way not in ('coupled','exact') or identical(was[1], others))
+    left_alone(learn.model)
+    learn.fit(1)
+    assert left()==before
 
 # ---- what the proof takes
 
@@ -237,8 +271,7 @@ def test_passes_over_gradients(monkeypatch):
 def test_no_synchronisation_inside_a_window():
     "CUDA raises at any synchronisation inside a window, unless the loss has to count its targets"
     def mode(event, order, to):
-        cb = Callback(**{event: lambda cb: cb.training and torch.cuda.set_sync_debug_mode(to)}); cb.order = order
-        return cb
+        return at_order(order, **{event: lambda cb: cb.training and torch.cuda.set_sync_debug_mode(to)})
     for kw in dict(weight=lambda pred, y: len(y)), dict(average=False):
         # after `AccumulateStep` has finished the gradients
         cbs = mode('before_batch', 1000, 'error'),mode('before_step', -1000, 'default')

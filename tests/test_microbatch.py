@@ -52,24 +52,33 @@ def test_a_scale_beside_the_predictions(kw, shape):
     whole(lambda: MicroBatch(5, **kw), model=lambda: odd(scaled, s=nn.Parameter(torch.full(shape, .3).double())),
           loss_func=lambda p, y: F.cross_entropy(p['scale']*p['h'], y))
 
-def two_inputs(batch):
-    "A function that makes loaders, of what `batch` makes of the numbers of samples"
-    def dls(bs):
-        dl = torch.utils.data.DataLoader(range(64), batch_size=bs, collate_fn=batch)
-        dl.n_inp = 2
-        return DataLoaders(dl, dl)
-    return dls
-
+X,Y = features(64),classes(64)
 ids = dict(strings=np.array([f'id{i%3}' for i in range(64)]), dates=np.arange(64).astype('M8[D]'),
            objects=np.array([dict(id=i) for i in range(64)], dtype=object))
-@each(4, name=ids, kw=ways)
-def test_arrays_that_hold_no_numbers(name, kw):
-    "File names, dates and objects in a batch are cut like its tensors"
-    def takes(m, x, ids):
-        assert isinstance(ids, np.ndarray) and len(x)==len(ids)
-        return m.m(x)
-    def batch(idxs): return features(64)[idxs],ids[name][idxs],classes(64)[idxs]
-    whole(lambda: MicroBatch(5, **kw), bs=16, dls=two_inputs(batch), model=lambda: odd(takes))
+def first_of(m, x, more):
+    assert not isinstance(more, np.ndarray) or len(x)==len(more)
+    return m.m(x)
+def stacked(m, xs): return m.m(torch.stack(list(xs)).flatten(1)[:,:6] if isinstance(xs, list) else xs)
+batches = dict(   # of the samples `i`, and the model
+    # file names, dates and objects are cut like tensors
+    **{k:(lambda i, o=o: (X[i],o[i],Y[i]), first_of) for k,o in ids.items()},
+    # the last of two inputs has no rows, and no `n_inp` says so
+    listed=(lambda i: (X[i],[f'{o}' for o in i],Y[i]), first_of), number=(lambda i: (X[i],3.,Y[i]), first_of),
+    # of three channels, all of one size: the targets tell that the list has an entry for each
+    images=(lambda i: [[*features(64, 12)[i].view(-1, 3, 4)],Y[i]], stacked))
+
+@each(8, k=batches, kw=ways)
+def test_inputs_of_other_kinds(k, kw):
+    make,f = batches[k]
+    def dls(bs):
+        dl = torch.utils.data.DataLoader(range(64), batch_size=bs, collate_fn=make)
+        if k in ids: dl.n_inp = 2
+        return DataLoaders(dl, dl)
+    learns = whole(lambda: MicroBatch(4, prove=k!='images', **kw), bs=8, dls=dls, model=lambda: odd(f))
+    if k not in ('listed','number'): return
+    for l in learns: l.dls.n_inp = 2
+    test = of_batches([make(range(i, i+8))[:-1] for i in (0,8)], n_inp=None).train
+    close(*(l.get_preds(dl=test)[0] for l in learns))
 
 def embed(m, x): return tuple(F.normalize(o, dim=1) for o in m.m(x).chunk(2, 1))
 def logits(m, x): a,b = embed(m, x); return dict(logits=a@b.t())
@@ -95,13 +104,3 @@ def test_all_pairs_in_slices_of_one_size():
     m.m = small_model(out=8)
     learner(m, None).fit(2)
     assert {o for o in logs[m] if o[0]!=8}=={(7,False)} and logs[m].count((7,False))==3   # and in each validation
-
-@each(kw=ways)
-def test_images_in_a_list(kw):
-    "Eight images of three channels, all of one size: the targets tell that the list has an entry for each"
-    def stacked(m, xs): return m.m(torch.stack(list(xs)).flatten(1)[:,:6] if isinstance(xs, list) else xs)
-    def dls(bs):
-        def batch(idxs): return [*features(64, 12)[idxs].view(-1, 3, 4)],classes(64)[idxs]
-        dl = torch.utils.data.DataLoader(range(64), batch_size=bs, collate_fn=batch)
-        return DataLoaders(dl, dl)
-    whole(lambda: MicroBatch(4, prove=False, **kw), bs=8, dls=dls, model=lambda: Odd(stacked, m=small_model()))

@@ -93,22 +93,27 @@ def test_the_smallest_room_counts_for_both(device):
     learn.fit(1, cbs=[NoValid(), Callback(after_pred=note)])
     assert rooms and all(a is b and a.most==8*2**30 for a,b in rooms)
 
-class Bytes(Callback):
-    "The bytes that go to the host and come back in each step; `at` a step of the fit, `n` bytes are taken for good"
+class InEachStep(Callback):
+    """Adds up in each step what is counted when some `methods` are called; at step `at` of the fit, `n` bytes are taken
+    for good"""
     order = 1000
-    def __init__(self, at=None, n=0): store_attr(); self.steps,self.taken = [],[]
+    def __init__(self, methods, at=None, n=0): store_attr(); self.steps,self.taken = [],[]
     def before_fit(self):
-        self.now,send,start = [0,0],Copies._send,Copies._start
-        def sends(o, t, host): self.now[0] += t.nbytes; send(o, t, host)
-        def starts(o, kept): self.now[1] += kept.t.nbytes; start(o, kept)
-        self.undo = partial(setattr, Copies, '_send', send),partial(setattr, Copies, '_start', start)
-        Copies._send,Copies._start = sends,starts
-    def before_batch(self): self.now[:] = 0,0
+        self.was = [(o,k,getattr(o, k)) for o,k,_ in self.methods]
+        for (o,k,plain),(*_,count) in zip(self.was, self.methods): setattr(o, k, self.counting(plain, count))
+    def counting(self, plain, count):
+        def f(*args): self.now += count(*args); return plain(*args)
+        return f
+    def before_batch(self): self.now = 0
     def after_batch(self):
-        self.steps.append(sum(self.now))
+        self.steps.append(self.now)
         if len(self.steps)==self.at: self.taken = torch.empty(self.n, dtype=torch.uint8, device=here.device)
     def after_fit(self):
-        for f in self.undo: f()
+        for o in self.was: setattr(*o)
+# the bytes that go to the host and come back, and the blocks that run again
+Bytes = partial(InEachStep, [(Copies, '_send', lambda o, t, host: t.nbytes),
+                             (Copies, '_start', lambda o, kept: kept.t.nbytes)])
+Runs = partial(InEachStep, [(Saved, 'run', lambda o: 1)])
 
 def saved_bytes(learn):
     "What a step of the model saves: each storage once, without parameters, buffers, the batch and what is small"
@@ -168,17 +173,6 @@ def test_gradients_that_are_freed(device, fakegpu):
                           opt_func=partial(OptimWrapper, opt=torch.optim.SGD))
     learn.fit(1)
     assert bytes.steps[0]>0 and bytes.steps[2:]==[0]*2, bytes.steps
-
-class Runs(Callback):
-    "How many blocks run again in each step"
-    def __init__(self): self.steps = []
-    def before_fit(self):
-        self.n,self.was = 0,Saved.run
-        def run(o): self.n += 1; self.was(o)
-        Saved.run = run
-    def before_batch(self): self.n = 0
-    def after_batch(self): self.steps.append(self.n)
-    def after_fit(self): Saved.run = self.was
 
 @simulated
 def test_blocks_that_fit_do_not_run_again(device, fakegpu):

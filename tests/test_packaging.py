@@ -1,6 +1,6 @@
 """What a release ships: a wheel and an sdist that install, complete metadata, a README that PyPI can show, an
 import that loads little, notebooks without noise, and benchmarks that run"""
-import inspect,os,re,shutil,subprocess,sys,tarfile,zipfile
+import inspect,json,os,re,shutil,subprocess,sys,tarfile,zipfile
 from configparser import ConfigParser
 from email import message_from_string
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest,torch
 from fastai.basics import Callback,Learner
 from fastcore.docments import docments
 import fastai_accum,fastai_accum.all as accum
+from harness import SWEEP,simulated
 from pasted import all_cells,notebooks
 
 root = Path(__file__).resolve().parents[1]
@@ -282,3 +283,14 @@ def test_what_the_gpu_runs():
     files,names = (re.search(o, script)[1] for o in (r"names = ('.+')", r"'-k', '(on_.+?)'"))
     assert {f'test_{o}' for o in re.findall(r'\w+', files)}<=tests.keys()
     assert not [o for o in names.split(' or ') if not re.search(rf'def test_\w*{o}', ''.join(tests.values()))]
+
+expected = dict(tests='told', costs='step', exact='exact=True', limits='seconds', rooms='memory', profile='share')
+
+@simulated
+@pytest.mark.parametrize('part', [*expected] if SWEEP else ['exact','rooms'])   # the others at night
+def test_a_part_of_the_bench_runs(part, fakegpu):
+    "Of `make bench-gpu`, here on the simulated accelerator with tiny sizes: a card is rare"
+    args = '-W', 'ignore', root/'benchmarks'/'gpu.py', '--dry', '--part', part
+    res = subprocess.run([sys.executable, *args], capture_output=True, text=True)
+    rows = [json.loads(o) for o in res.stdout.splitlines() if o.startswith('{"')]
+    assert not res.returncode and any(o.get(expected[part]) is not None for o in rows), res.stderr[-2000:]

@@ -8,28 +8,18 @@ def turned_off():
     yield
     turn_off_accumulation()
 
-fits = dict(fit=Self.fit(2), one_cycle=Self.fit_one_cycle(2), flat_cos=Self.fit_flat_cos(2), sgdr=Self.fit_sgdr(2, 1),
-            fine_tune=Self.fine_tune(2, base_lr=0.02), positional=Self.fit(2, 0.01, 0.1, None, True, 1),
-            lr_find=Self.lr_find(num_it=24, show_plot=False))
-# arguments, samples, and the sizes of micro-batches and of the large batch
-settings = dict(n_step=(dict(n_step=4), 92, 8, 32), n_samples=(dict(n_samples=64), 200, 24, 72),
-                drop_last=(dict(n_step=4, drop_last=True), 100, 8, 32))
-
-@each(7, fit=fits, how=settings, existing=[True,False])
-def test_every_way_to_train(fit, how, existing, tmp_path):
-    "Learners that exist and those made later"
-    kw,n,bs,large = settings[how]
-    def make(bs, drop=False): return make_learner(make_dls(n, bs, drop_last=drop, shuffle=False), path=tmp_path)
-    if existing: a = make(bs)
-    turn_on_accumulation(**kw)
-    if not existing: a = make(bs)
-    fits[fit](a)
+@each(existing=[True,False])
+def test_learners_that_exist_and_those_made_later(existing):
+    "And a fit that begins later; `test_windows` has each way to train, and `test_lr_find` the search"
+    def learner(bs): return make_learner(make_dls(92, bs, shuffle=False))
+    if existing: a = learner(8)
+    turn_on_accumulation(4)
+    if not existing: a = learner(8)
+    a.fit(2, .01, .1, None, True, 1)
     turn_off_accumulation()
-    b = make(large, drop='drop_last' in kw)
-    fits[fit](b)
+    b = learner(32)
+    b.fit(2, .01, .1, None, True, 1)
     assert_same(a, b)
-    n = a.accumulate_step.counts.n_steps
-    assert a.accumulate_step.learn is None and 0<n<=len(a.spy.steps) and a.cbs.map(type)==b.cbs.map(type)
 
 def make(n=96, **kwargs): return make_learner(make_dls(n, 8), **kwargs)
 def steps(learn, **kwargs): learn.spy.steps = []; learn.fit(1, **kwargs); return len(learn.spy.steps)

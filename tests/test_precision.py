@@ -1,6 +1,6 @@
 "Gradients that are summed in a higher precision than the parameters have"
 import pytest
-from harness import *
+from nets import *
 from fastai_accum.extras import *
 from fastai_accum.know.what_fits import peak_bytes
 
@@ -8,10 +8,6 @@ class Low(Callback):
     "Inputs in the dtype of the model, and predictions in float64, so that the loss is exact"
     def before_batch(self): self.learn.xb = tuple(o.to(next(self.model.parameters()).dtype) for o in self.xb)
     def after_pred(self): self.learn.pred = self.pred.double()
-
-def low_learner(dtype, bs, cbs, n=64, opt_func=SGD, y=None, **kwargs):
-    return make_learner(make_dls(n, bs, y, shuffle=False), small_model().to(dtype), opt_func=opt_func,
-                        cbs=[Low(), *L(cbs)], **kwargs)
 
 def exact_window(dtype, idxs, micro, y=None, loss=None, model=None, x=None):
     """The mean gradient over samples `idxs`, of micro-batches that go backward in `dtype` one by one, summed in
@@ -37,7 +33,8 @@ by_class = nn.CrossEntropyLoss(weight=torch.tensor([1.,7.,30.]).double())
 
 def error(dtype, micro, *cbs, loss=None, y=None):
     "Of the first window of a fit, against the same low-precision gradients, summed in float64; in units"
-    learn = low_learner(dtype, micro, [AccumulateStep(64//micro), *cbs], loss_func=loss, y=y)
+    learn = make_learner(make_dls(64, micro, y, shuffle=False), small_model().to(dtype), loss, SGD,
+                         [Low(), AccumulateStep(64//micro), *cbs])
     learn.fit(1)
     exact = exact_window(dtype, list(range(64)), micro, y, loss)
     return tensor([*map(ulps, learn.spy.steps[0]['grads'], exact)]).max()   # which may be NaN
@@ -53,10 +50,6 @@ def test_the_mean_fits_where_the_sum_does_not():
     loss = nn.CrossEntropyLoss(weight=torch.tensor([1.,5e4,5e4]).double())
     assert error(torch.float16, 8, GradAccumDtype(), loss=loss, y=y)<=2
 
-def learned():
-    "A loss with parameters of its own"
-    return Made(lambda m, pred, y: by_class(pred*m.t, y), t=nn.Parameter(torch.ones(3).double()))
-
 def unfreezes(at, event):
     def f(cb):
         if cb.training and cb.epoch==0 and cb.micro.i==at: cb.learn.unfreeze()
@@ -69,7 +62,7 @@ alike = dict(
     shorter  = dict(n=50, skip=(3,4,20)),
     clip     = dict(cbs=lambda: GradientClip(.01)),
     kept_sum = dict(acc=dict(average=False), loss=lambda: nn.CrossEntropyLoss(reduction='sum')),
-    loss     = dict(loss=learned, acc=dict(weight=lambda p, y: by_class.weight[y].sum())),
+    loss     = dict(loss=lambda: scaled(by_class), acc=dict(weight=lambda p, y: by_class.weight[y].sum())),
     unfreeze = dict(cbs=lambda: unfreezes(2, 'before_batch'), frozen=True),
     at_end   = dict(cbs=lambda: unfreezes(3, 'after_batch'), frozen=True),
     left_out = dict(cbs=leaves_out('after_loss')),

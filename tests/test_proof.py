@@ -27,12 +27,6 @@ def n_proofs(capsys): return capsys.readouterr().out.count('is proved on your mo
 ways = dict(exact=lambda m: MicroBatch(3, exact=True), coupled=lambda m: MicroBatch(3, coupled=True),
             checkpointing=lambda m: GradientCheckpointing([m[0]]))
 
-@pytest.mark.skipif(not hasattr(torch.backends, 'fp32_precision'), reason='this PyTorch has no such setting')
-def test_precision_set_by_its_new_name(capsys, monkeypatch):
-    monkeypatch.setattr(torch.backends, 'fp32_precision', 'ieee')
-    learner(net(), MicroBatch(3, exact=True)).fit(1)
-    assert n_proofs(capsys)==1
-
 def test_the_middle_of_each_range():
     "What random draws return where a trial leaves chance out"
     with Coins(middle):
@@ -116,8 +110,7 @@ def test_ctrl_c_ends_it_at_once(k, interrupts):
     "Also while a module runs; and nothing has moved"
     press.n,press.ended,was = 0,False,[]
     m = net(Odd(presses))
-    before = Callback(before_batch=lambda cb: was.append(left(cb.learn)))
-    before.order = -1000
+    before = at_order(-1000, before_batch=lambda cb: was.append(left(cb.learn)))
     learn = learner(m, ways[k](m) if k!='checkpointing' else GradientCheckpointing([m[1]]), before)
     with pytest.raises(KeyboardInterrupt): learn.fit(1)
     assert press.n and not press.ended
@@ -187,8 +180,9 @@ def counting(): return net(Odd(counts, n=0, is_first=True, last=0.))
             (net, lambda m: MicroBatch(8, exact=True), twice, 0),   # a batch of 8 is not cut
             (lambda: net(Odd(single)), ways['exact'], twice, 1)])   # tried in its own precision if float64 fails
 def test_how_often_it_is_proved(case, monkeypatch, capsys):
-    "Also in Python 3.14, where `copy` has lost a private function"
+    "Also in Python 3.14, where `copy` has lost a private function, and where the precision is set by its new name"
     model,way,fit,n = case
+    if hasattr(torch.backends, 'fp32_precision'): monkeypatch.setattr(torch.backends, 'fp32_precision', 'ieee')
     monkeypatch.delattr(sys.modules['copy'], '_deepcopy_atomic', raising=False)
     fit(learner(m := model(), way(m), splitter=halves))
     said = re.findall(r'is proved on your model: 4 samples.* What is proved: https://', capsys.readouterr().out)

@@ -23,15 +23,6 @@ def odd(f, **kwargs): return lambda: Odd(f, m=small_model(), **kwargs)
 
 modes = each(coupled=[False,True])
 
-def test_weight():
-    "`weight=` for a loss that `loss_weight` does not know"
-    w = tensor([1.,10.,3.]).double()
-    by = dict(weight=lambda p, y: w[y].sum())
-    kwargs = dict(loss_func=lambda p, y: F.cross_entropy(p, y, weight=w), opt_func=SGD)
-    for cbs in [MicroBatch(5, **by)],[MicroBatch(5),AccumulateStep(1, **by)],[MicroBatch(5, **by),AccumulateStep(1)]:
-        whole(lambda: cbs, **kwargs)
-    assert worst(train(MicroBatch(5), **kwargs), train(**kwargs))[0]>1e-3
-
 class Noisy(nn.Module):
     "A model that draws from all sources, and has buffers"
     def __init__(self):
@@ -85,7 +76,6 @@ def test_slices():
     assert [len(o[2][0]) for o in (a,c)]==[3,1] and a[2][1:]==[None,'text'] and a[3]==3
     assert a[4]==('a','b','c') and c[4]==('d',) and a[5]['names']==['x']*3
     assert a[5]['more'][0]==['y']*3 and len(c[5]['more'][1])==1
-    assert slices((['a','b','c'],), 2)==[(['a','b'],),(['c'],)]
     for n,bs,unit in (9,8,1),(20,8,4),(74,8,2),(16,4,4),(7,3,1),(5,9,1):   # alike, few, and no group is cut
         sizes = even_sizes(n, bs)
         assert sum(sizes)==n and len(sizes)==-(-n//bs) and max(sizes)<=bs and max(sizes)-min(sizes)<=unit, (n,bs,sizes)
@@ -301,7 +291,7 @@ def test_parameters_of_the_loss(coupled):
     for cbs,plain,bs,tol,models in ([MicroBatch(5, coupled=coupled)],[],32,TOL,(small_model,small_model)), \
         ([MicroBatch('auto', coupled=coupled),AccumulateStep(2)],[MicroBatch(4, coupled=coupled),AccumulateStep(2)],8,0,
          (partial(Small, 4, 'backward'),Noisy)):
-        a,b = (train([Elsewhere('module'),*o], bs=bs, loss_func=Scaled(), model=m) for o,m in zip((cbs,plain), models))
+        a,b = (train([Elsewhere('module'),*o], bs=bs, loss_func=scaled(), model=m) for o,m in zip((cbs,plain), models))
         assert_same(a, b, tol)
 
 @each(4, coupled=[False,True], where=['forward','backward'],
@@ -363,7 +353,7 @@ def test_slices_without_gradient():
     whole(lambda: MicroBatch(2, coupled=True), model=odd(some))
     def frozen(): return small_model().requires_grad_(False)
     def run(*cbs):
-        loss = Scaled()
+        loss = scaled()
         return train(cbs, model=frozen, loss_func=loss, splitter=lambda m: [[loss.s]])
     a,b = run(MicroBatch(8, coupled=True)),run()
     assert_same(a, b)
@@ -477,8 +467,7 @@ def test_a_batch_that_is_never_cut(kw):
     def run(**more):
         learn = make_learner(make_dls(64, 32), cbs=MicroBatch(8, **kw, **more))
         learn.model.register_forward_pre_hook(lambda m, args: tuple(x*2 for x in args))
-        with warnings.catch_warnings(record=True) as ws:
-            warnings.simplefilter('always')
+        with warnings.catch_warnings(record=True, action='always') as ws:
             learn.fit(2)
         return [str(w.message) for w in ws if 'was not cut' in str(w.message)]
     found = run()

@@ -7,7 +7,6 @@ from contextlib import nullcontext,suppress
 from operator import setitem
 from torch.optim.lr_scheduler import StepLR
 from nets import *
-from kinds import Odd
 from fastai_accum.all import *
 from fastai_accum.know.bench import learner_state,unchanged
 from fastai_accum.state import State,arrays,held,with_memory
@@ -15,6 +14,12 @@ matplotlib.use('Agg')
 
 trials = dict(check=lambda l: l.check_accumulation(), what_fits=lambda l: l.what_fits('1KB'),
               noise=lambda l: l.noise_scale(2, 3, False))
+
+def branch(learn):
+    with unchanged(learn):
+        learn.freeze()
+        learn.unfreeze()
+        learn.fit(1, .1, cbs=AccumulateStep(2))
 
 # ---- tensors with a graph, hooks and iterators
 
@@ -39,26 +44,79 @@ class Moves(nn.Module):
 
 hows = *moves,*places
 
-def fit(learn): learn.fit(1); return learn
-def make(how='lerp_', *cbs):
-    return make_learner(make_dls(64, 8), layers(Moves(how)), cbs=list(cbs))
-def untouched(name, learn):
-    was = left(learn)
-    trials[name](learn)
-    assert_left(was, learn)
-def weights(learn): return [*learn.model.state_dict().values(), learn.model[1].held()]
+class Plain:
+    "A plain object that anneals, counts and draws"
+    def __init__(self):
+        self.t,self.seen,self.by,self.rng,self.old = 1.,deque(maxlen=3),{'n':np.zeros(1)},random.Random(0),torch.ones(2)
+        self.np,self.inner,self.me = np.random.default_rng(0),SimpleNamespace(n=0),self
+    def next(self):
+        self.t *= .97
+        self.seen.append(self.t)
+        self.by['n'] += 1
+        self.by[len(self.by)] = 1
+        self.inner.n += 1
+        self.old.mul_(.9)
+        return self.t*(1+.1*self.rng.random()+.1*self.np.random())*self.old.mean().item()
 
-@pytest.mark.parametrize('how,name,device', sample(itertools.product(hows, trials, ['cpu',GPU]), 11),
-                         indirect=['device'])
-def test_a_tensor_with_a_graph(how, name, device, capsys):
-    "It is untouched, with its graph, and the next fit is that without a trial"
-    learn,plain = (fit(make(how, AccumulateStep(2))) for _ in range(2))
-    assert learn.model[1].held().grad_fn is not None
-    untouched(name, learn)
+class Own:
+    "An iterator of Python, which has attributes"
+    def __init__(self): self.i = 0
+    def __iter__(self): return self
+    def __next__(self): self.i += 1; return 1+self.i%3
+
+class Net(nn.Module):
+    "Draws, has a buffer and an attribute, objects of a class of its own, one in a list, and iterators"
+    def __init__(self, how):
+        super().__init__()
+        self.body,self.drop,self.calls,self.o,self.os = layers(Moves(how)),nn.Dropout(.2),0,Plain(),[Plain()]
+        self.register_buffer('b', torch.ones(3).double())
+        self.its = itertools.cycle([1.,2.,3.]),iter([1.,2.]*50),map(abs, itertools.cycle([1.,-2.,3.])),Own()
+    def forward(self, x):
+        self.calls += 1
+        if self.training: self.b.mul_(1.01+sum(map(next, self.its))/1e3)
+        return self.body(self.drop(x))*self.b*self.o.next()*self.os[0].next()*(1+self.calls/100)
+
+class Changes(Callback):
+    "Changes what it holds, with a scheduler of PyTorch for an optimizer of PyTorch"
+    held = sched = None
+    def before_fit(self):
+        self.held = self.held or Plain()
+        if isinstance(self.opt, OptimWrapper): self.sched = self.sched or StepLR(self.opt.opt, 2)
+    def after_batch(self):
+        if self.sched: self.sched.step()
+    def after_backward(self): self.held.next()
+
+def AdamW(ps, **kwargs): return OptimWrapper(ps, torch.optim.AdamW, **kwargs)
+
+def fit(learn): learn.fit(1); return learn
+def make(how='lerp_', *cbs, opt=Adam):
+    return make_learner(make_dls(64, 8), Net(how), cbs=[*cbs, Changes()], opt_func=opt, metrics=accuracy, **one_group)
+def untouched(name, learn):
+    def places(): return [p.data_ptr() for p in learn.model.parameters()],list(map(id, learn.model.its))
+    was,at = left(learn),places()
+    {**trials, 'branch':branch}[name](learn)
+    assert_left(was, learn)
+    assert places()==at
+
+def same_next_fit(learn, plain):
+    "The next fit of `learn` is that of a learner without a trial, bit for bit"
     for o in learn,plain:
-        torch.manual_seed(3)
+        set_seed(3)
         fit(o)
-    assert identical(weights(learn), weights(plain))
+    assert_same(learn, plain, 0)
+    a,b = ([l.model.body[1].held(), l.model.o.t, l.model.os[0].t, l.changes.held.t,
+            l.changes.sched and l.changes.sched.state_dict()] for l in (learn,plain))
+    assert identical(a, b)
+
+cases = sample(itertools.product(hows, [*trials,'branch'], [Adam,AdamW], ['cpu',GPU]), 13)
+
+@pytest.mark.parametrize('how,name,opt,device', cases, indirect=['device'])
+def test_a_trial_leaves_no_trace(how, name, opt, device, capsys):
+    "What the model and callbacks hold is untouched, a tensor with its graph, too, and the next fit is the same"
+    learn,plain = (fit(make(how, AccumulateStep(2), opt=opt)) for _ in range(2))
+    assert learn.model.body[1].held().grad_fn is not None
+    untouched(name, learn)
+    same_next_fit(learn, plain)
 
 @drawn(8, how=hows, cb=[GradientCheckpointing,OffloadActivations])
 def test_the_proof_of_a_tensor_with_a_graph(how, cb, capsys):
@@ -73,7 +131,7 @@ def test_the_proof_of_a_tensor_with_a_graph(how, cb, capsys):
         except ValueError as e:   # what is no buffer may be refused
             assert f'{cb.__name__} is not possible' in str(e) and cbs and not [*learn.model.buffers()]
             return
-        res.append(weights(learn))
+        res.append([*learn.model.state_dict().values(), learn.model[1].held()])
     assert identical(*res)
 
 def twice(p): p.grad *= 2
@@ -87,34 +145,16 @@ hooks = dict(
 @drawn(8, kind=hooks, own=[False,True], name=trials)
 def test_hooks(kind, own, name, capsys):
     "Those of a callback's `before_fit` are gone, those of the user are not, and gradients pass through these only"
-    def register(cb): hooks[kind](cb.learn.model)
+    def register(cb): hooks[kind](cb.learn.model.body)
     learn,calls = make('lerp_', Callback(before_fit=register)),[]
-    p = learn.model[0].weight
+    p = learn.model.body[0].weight
     if own: p.register_hook(lambda g: calls.append(1) or g)
     untouched(name, learn)
     calls.clear()
     plain = deepcopy(learn.model)   # whose parameters have no hooks
     for m in learn.model,plain: m.eval()(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
     assert len(calls)==own
-    assert torch.equal(p.grad, plain[0].weight.grad)
-
-class Own:
-    "An iterator of Python, which has attributes"
-    def __init__(self): self.i = 0
-    def __iter__(self): return self
-    def __next__(self): self.i += 1; return 1+self.i%3
-
-iterators = dict(cycle=lambda: itertools.cycle([1.,2.,3.]), list=lambda: iter([1.,2.]*500),
-                 map=lambda: map(abs, itertools.cycle([1.,-2.,3.])), own=Own)
-
-@drawn(4, kind=iterators, name=trials)
-def test_iterators(kind, name, capsys):
-    model = Odd(lambda m, x: m.lin(x)*(next(m.it) if m.training else 1), it=iterators[kind](), lin=nn.Linear(6,3))
-    learn = make_learner(make_dls(64, 8), model.double(), splitter=trainable_params)
-    it,rest = learn.model.it,iterators[kind]()
-    next(it); next(rest)
-    trials[name](learn)
-    assert learn.model.it is it and list(itertools.islice(it, 5))==list(itertools.islice(rest, 5))
+    assert torch.equal(p.grad, plain.body[0].weight.grad)
 
 # ---- how a trial ends
 
@@ -122,29 +162,34 @@ count = []   # global, or the trials would put it back
 errors = dict(ctrl_c=KeyboardInterrupt, memory=RuntimeError('CUDA out of memory. Tried to allocate'),
               error=ValueError('other'))
 
-ends = itertools.product(trials, [1,4,6,'put_back','differs','rewind'], errors, ['cpu',GPU])
+ends = itertools.product([*trials,'branch'], [1,4,6,'put_back','differs','rewind'], errors, ['cpu',GPU])
 
 @pytest.mark.parametrize('name,at,error,device', sample(ends, 12), indirect=['device'])
 def test_a_trial_that_stops(name, at, error, device, monkeypatch, capsys):
     """In the forward pass in mixed precision, when a trial has changed something already; and by Ctrl-C once more while
     all is put back"""
-    learn = fit(make('lerp_', OnCpu(torch.bfloat16) if device.type=='cpu' else MixedPrecision('bf16')))
+    half = OnCpu(torch.bfloat16) if device.type=='cpu' else MixedPrecision('bf16')
+    learn,plain = (fit(make('lerp_', deepcopy(half))) for _ in range(2))
     count.clear()
-    for p in learn.model.parameters(): p.grad = torch.ones_like(p)
+    for l in learn,plain:
+        for p in l.model.parameters(): p.grad = torch.ones_like(p)
     def stop(*_):
         count.append(1)
         if len(count)==at or at in vars(State): raise KeyboardInterrupt if at in vars(State) else errors[error]
-    learn.model[2].register_forward_hook(stop)
-    was,calls,plain = left(learn),[],getattr(State, str(at), None)
+    hook = [*learn.model.modules()][-1].register_forward_hook(stop)
+    was,calls,own = left(learn),[],getattr(State, str(at), None)
     def again(self, *args):
         calls.append(1)
-        return stop() if len(calls)==1 else plain(self, *args)
-    if plain: monkeypatch.setattr(State, at, again)
-    ends = pytest.raises(KeyboardInterrupt) if plain else suppress(KeyboardInterrupt, RuntimeError, ValueError)
-    with ends: trials[name](learn)
-    assert len(calls)>1 if plain else len(count)>=at
+        return stop() if len(calls)==1 else own(self, *args)
+    if own: monkeypatch.setattr(State, at, again)
+    ends = pytest.raises(KeyboardInterrupt) if own else suppress(KeyboardInterrupt, RuntimeError, ValueError)
+    with ends: untouched(name, learn)
+    assert len(calls)>1 if own else len(count)>=at
     assert_left(was, learn)
     left_alone(learn.model)
+    hook.remove()
+    count.clear()
+    same_next_fit(learn, plain)
 
 # ---- the block itself
 
@@ -174,69 +219,6 @@ def test_a_generator_that_nobody_can_copy():
 # ---- objects, data, samplers, and the learner's own callbacks
 
 few = partial(Learner.noise_scale, n_step=2, num_it=6, show_plot=False)   # of 12 batches
-
-class Plain:
-    "A plain object that anneals, counts and draws"
-    def __init__(self):
-        self.t,self.seen,self.by,self.rng,self.old = 1.,deque(maxlen=3),{'n':np.zeros(1)},random.Random(0),torch.ones(2)
-        self.np,self.inner,self.me = np.random.default_rng(0),SimpleNamespace(n=0),self
-    def next(self):
-        self.t *= .97
-        self.seen.append(self.t)
-        self.by['n'] += 1
-        self.by[len(self.by)] = 1
-        self.inner.n += 1
-        self.old.mul_(.9)
-        return self.t*(1+.1*self.rng.random()+.1*self.np.random())*self.old.mean().item()
-
-class Net(nn.Module):
-    "Draws, has a buffer and an attribute, and objects of a class of its own, one in a list"
-    def __init__(self):
-        super().__init__()
-        self.body,self.drop,self.calls,self.o,self.os = small_model(),nn.Dropout(.2),0,Plain(),[Plain()]
-        self.register_buffer('b', torch.ones(3).double())
-    def forward(self, x):
-        self.calls += 1
-        if self.training: self.b.mul_(1.01)
-        return self.body(self.drop(x))*self.b*self.o.next()*self.os[0].next()*(1+self.calls/100)
-
-class Stop(Callback):
-    "Raises an error while `armed`, and changes what it holds, with a scheduler of PyTorch for an optimizer of PyTorch"
-    armed = held = sched = None
-    def before_fit(self):
-        self.held = self.held or Plain()
-        if isinstance(self.opt, OptimWrapper): self.sched = self.sched or StepLR(self.opt.opt, 2)
-    def after_batch(self):
-        if self.sched: self.sched.step()
-    def after_backward(self):
-        self.held.next()
-        if self.armed and self.micro.i==5: raise self.armed('now')
-
-def branch(learn):
-    with unchanged(learn):
-        learn.freeze()
-        learn.unfreeze()
-        learn.fit(1, .1, cbs=AccumulateStep(2))
-
-def AdamW(ps, **kwargs): return OptimWrapper(ps, torch.optim.AdamW, **kwargs)
-acts = dict(noise_scale=few, branch=branch)
-
-@drawn(4, act=acts, stop=[None,KeyboardInterrupt,ValueError], opt=[Adam,AdamW])
-def test_the_next_fit_is_the_same(act, stop, opt):
-    "Weights, buffers, objects, generators, loaders, optimizer, recorder: bit for bit"
-    a,b = (make_learner(make_dls(96, 8), Net(), cbs=[AccumulateStep(3), Stop()], splitter=trainable_params,
-                        opt_func=opt, metrics=accuracy) for _ in range(2))
-    for o in (a,b): random.seed(0); torch.manual_seed(1); o.fit(1)
-    was = random.getstate(),torch.get_rng_state(),[p.data_ptr() for p in a.model.parameters()]
-    a.stop.armed = stop
-    with pytest.raises(stop) if stop else nullcontext(): acts[act](a)
-    a.stop.armed = None
-    now = random.getstate(),torch.get_rng_state(),[p.data_ptr() for p in a.model.parameters()]
-    assert identical(now, was) and torch.equal(a.model.b, b.model.b)
-    for o in (a,b): random.setstate(was[0]); torch.set_rng_state(was[1]); o.fit(1)
-    assert_same(a, b, 0)
-    assert a.stop.held.t==b.stop.held.t
-    assert opt is Adam or identical(*(l.stop.sched.state_dict() for l in (a,b)))
 
 class Images:
     "A dataset in memory, with a table and a generator"

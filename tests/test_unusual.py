@@ -49,6 +49,7 @@ compiled = partial(torch.compile, backend='eager')
 def push(cb):
     "Adds gradients of another backward pass"
     if cb.training: (sum(p.pow(2).sum() for p in cb.model.parameters())/7).backward()
+def clips(cb): cb.learn.loss *= nn.utils.clip_grad_norm_(cb.model.parameters(), .1)   # what it returns is logged
 def edits(f, event):
     def do(cb):
         if cb.training: cb.learn.loss_grad = f(cb.learn)
@@ -89,8 +90,9 @@ class DiceLike(nn.Module):
 def swaps(cb): cb.learn.loss_func = DiceLike()
 
 def named():
-    "`model.lr_finder` is no `LRFinder`, and `model.accumulate_step` no callback"
+    "`model.lr_finder` is no `LRFinder`, `model.accumulate_step` no callback, and `model.pbar` no bar"
     m = small_model()
+    m.pbar,m.autocast,m.each_micro_batch,m.train_epoch,m.cuts,m.without = SimpleNamespace(),3,True,4,5,6
     m.lr_finder = m.accumulate_step = m.micro_batches = m.recorder = 'a part of the model'
     return m
 
@@ -101,6 +103,8 @@ cases = dict(
     penalty    = lambda: dict(edits(lambda l: l.loss_grad+.5*l.pred.pow(2).mean(), 'after_loss'), n=96),
     of_weights = lambda: edits(lambda l: l.loss_grad+sum(p.pow(2).sum() for p in l.model.parameters())/7,
                                'before_backward'),
+    # `before_step` sees finished gradients and the mean loss of the window, at any order, and may change them
+    **{f'clips_{o}':lambda o=o: dict(also=partial(at_order, o, before_step=clips)) for o in (-math.inf,0,1000)},
     # a backward pass when the gradients are finished is not scaled; gradients from before a window are cleared
     finished    = lambda: dict(weighted, also=partial(Callback, before_step=push)),
     after_batch = lambda: dict(weighted, cbs=lambda: [Callback(after_batch=push), AccumulateStep(4)]),
@@ -115,6 +119,10 @@ cases = dict(
     constant = lambda: dict(y=(torch.arange(76)%32<3).long(), loss_func=found),
     several_targets = lambda: two_heads(lambda h: (h,h*2)),
     several_in_dict = lambda: two_heads(lambda h: dict(a=h, b=h*2)),
+    nan_of_weight_0 = lambda: dict(also=TerminateOnNaNCallback,   # which is not shown that loss
+                                   y=torch.where(torch.arange(76)//8==1, -100, classes(76))),
+    scripted = lambda: dict(cbs=lambda: AccumulateStep(4, weight=lambda p,t: W[t].sum()),
+                            loss_func=torch.jit.script(nn.CrossEntropyLoss(weight=W))),
     uint8 = lambda: dict(y=rare().to(torch.uint8), loss_func=Long(weight=W)),
     swapped_loss = lambda: dict(also=partial(Callback, before_train=swaps), n=96, opt_func=SGD, lr=1e-3,
                                 fit=lambda l: l.fit(2)),
@@ -133,23 +141,5 @@ except AssertionError:   # PyTorch 2.6 compiles no function of its own
     for k in 'compiled_function','compiled_partial': del cases[k]
 
 @each(name=cases)
-def test_alike(name): alike(**cases[name]())
-
-@each(loss=[nn.CrossEntropyLoss(weight=W),F.cross_entropy])
 @pytest.mark.filterwarnings('ignore:.*torch.jit.*')
-def test_scripted_losses_are_refused(loss):
-    learn = learner(make_dls(16, 8), AccumulateStep(2), loss_func=torch.jit.script(loss))
-    with pytest.raises(ValueError, match='compiled by TorchScript.*or weight='): learn.fit(1)
-    learn.accumulate(2, weight=lambda pred,targ: len(targ)).fit(1)
-
-@each(2, last=['strings','number'], coupled=[False,True])
-def test_inputs_without_rows(last, coupled):
-    "Two inputs, of which the last has no rows, and no `n_inp` that says so"
-    def make(idxs): return features(96)[idxs],[f'{i}' for i in idxs] if last=='strings' else 3.,classes(96)[idxs]
-    batches = [make([*range(i, min(i+32, 76))]) for i in range(0, 76, 32)]
-    def dls(_): return of_batches(batches, [make([*range(16)])], n_inp=None)
-    learns = alike(lambda: MicroBatch(5, coupled=coupled), dls=dls,
-                   model=lambda: Made(lambda m, x, more: m.m(x), m=small_model()))
-    test = DataLoader([o[:2] for o in learns[0].dls.valid], bs=None)
-    for l in learns: l.dls.n_inp = 2
-    close(*(l.get_preds(dl=test)[0] for l in learns))
+def test_alike(name): alike(**cases[name]())

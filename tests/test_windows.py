@@ -1,9 +1,10 @@
-"""The plan of windows by itself, for any loader; and trainings that follow it: of any window, against the large batch,
-and on a schedule, against a loop by hand whose batches end at the same samples."""
+"""The plan of windows by itself, for any loader; trainings that follow it: of any window, against the large batch, and
+on a schedule, against a loop by hand whose batches end at the same samples; and the steps that it promises."""
 import pytest
 from hypothesis import given,settings,strategies as st
 from contextlib import nullcontext
 from nets import *
+from fastai_accum import processes as module
 from fastai_accum.windows import Windows
 import fastai_accum.extras   # the plot
 
@@ -51,9 +52,10 @@ opts = dict(sgd=SGD, momentum=partial(SGD, mom=.9), adam=Adam, radam=RAdam, qhad
             torch_sgd=partial(OptimWrapper, opt=torch.optim.SGD))
 # each of three epochs
 fits = dict(twice=lambda l: (l.fit_one_cycle(2), l.fit(1)), flat_cos=lambda l: l.fit_flat_cos(3),
-            sgdr=lambda l: l.fit_sgdr(2, 1), fine_tune=lambda l: l.fine_tune(2, base_lr=.02))
+            sgdr=lambda l: l.fit_sgdr(2, 1), fine_tune=lambda l: l.fine_tune(2, base_lr=.02),
+            positional=lambda l: l.fit(3, .01, .1, None, True))
 
-def check(opt, fit, bs, n, window, drop=False, skip=(), weight=None, ignored=0.):
+def check(opt, fit, bs, n, window, drop=False, skip=(), weight=None, ignored=0., patched=False):
     "A fit in windows is that with the large batch, if this has targets in each batch"
     size = window.get('n_step') or -(-window['n_samples']//bs)
     if drop and n<bs*size: return   # never a step: an error, tested elsewhere
@@ -66,11 +68,14 @@ def check(opt, fit, bs, n, window, drop=False, skip=(), weight=None, ignored=0.)
         learn.planned = None if skip else learn.n_steps(3)
         fits[fit](learn)
         return learn
-    a,b = train(bs, AccumulateStep(**window)),train(bs*size, Callback(after_loss=note))
+    with accumulation(**window) if patched else nullcontext():
+        a = train(bs, None if patched else AccumulateStep(**window))
+    b = train(bs*size, Callback(after_loss=note))
     if b.spy.steps and not any(nans):
         assert_same(a, b)
         assert skip or all(l.planned==len(l.spy.steps) for l in (a,b))
     c = a.accumulate_step.counts
+    assert not patched or a.accumulate_step.learn is None and a.cbs.map(type)==b.cbs.map(type)[:-1]
     assert c.n_samples==c.n_stepped+c.n_thrown==sum(c.sizes)+c.n_thrown and (drop or any(nans) or not c.n_thrown)
 
 @settings(max_examples=600 if SWEEP else 80, deadline=None, derandomize=not SWEEP)
@@ -78,14 +83,14 @@ def check(opt, fit, bs, n, window, drop=False, skip=(), weight=None, ignored=0.)
 @pytest.mark.filterwarnings('ignore')
 def test_any_window(data):
     """Any batch size, window in micro-batches or samples, length, skipped items, share of ignored targets, weights,
-    either rule for the tail; and any optimizer and way to train"""
+    either rule for the tail; any optimizer and way to train; and with the callback, or for every learner"""
     def draw(*args): return data.draw(*args)
     bs,n,drop = draw(st.integers(1,9)),draw(st.integers(1,60)),draw(st.booleans())
     window = dict(n_step=draw(st.integers(1,6))) if draw(st.booleans()) else dict(n_samples=draw(st.integers(1,40)))
     skip = set() if drop else draw(st.sets(st.integers(0,n-1), max_size=n-1))
     weight = torch.tensor(draw(st.lists(st.floats(.01,100), min_size=3, max_size=3))).double()
     ways = draw(st.sampled_from([*opts])),draw(st.sampled_from([*fits]))
-    check(*ways, bs, n, window, drop, skip, weight, draw(st.floats(0,.9)))
+    check(*ways, bs, n, window, drop, skip, weight, draw(st.floats(0,.9)), draw(st.booleans()))
 
 # ---- schedules
 
@@ -155,22 +160,6 @@ def test_what_f_is_asked():
     def f(pct): wanted.append(pct); return grows(pct)
     ours(100, AccumulateStep(f), lr=lr)
     assert len(set(asked))>9 and set(asked)<=set(wanted)
-def test_lr_find_takes_the_first_value(tmp_path):
-    def found(n_step):
-        learn = make_learner(make_dls(96, 8, shuffle=False), cbs=AccumulateStep(n_step), path=tmp_path)
-        learn.lr_find(num_it=7, show_plot=False, suggest_funcs=())
-        return learn
-    a,b = found(lambda pct: 3 if pct==0 else 5),found(3)
-    assert_same(a, b)
-    assert len(a.recorder.losses)==7
-
-@each(v=[0, -1, 2.5, 2., True, None, '3'])
-def test_bad_value_of_a_schedule(v):
-    "It raises before the first step, wherever it is"
-    learn = make_learner(make_dls(96, 8), cbs=AccumulateStep(lambda pct: 2 if pct<.5 else v))
-    says = rf"n_step at pct=0\.5 must be an int of at least 1 .*, got {v!r}"
-    with pytest.raises(ValueError, match=says): learn.fit(2)
-    assert not getattr(learn.spy, 'steps', [])
 
 def test_n_epoch_is_lowered_in_the_middle():
     "fastai goes on with all epochs; `f` is asked for 1 at most"
@@ -203,3 +192,52 @@ def test_plot_windows():
     leave_out = raising(CancelBatchException, 'before_batch', lambda cb: cb.train_iter==1)
     _,sizes,steps = lines(ours(96, AccumulateStep(4), leave_out, n_epoch=1)[0])
     assert sizes[:,1].tolist()==[32,0,32,32] and steps[-1,1]==2
+
+# ---- `learn.n_steps`: how many there will be; trainings above compare it with what comes
+
+def test_accumulation_for_every_learner():
+    "What is turned on counts, unless the learner has an `AccumulateStep` of its own, even one that is off"
+    cbs = None,AccumulateStep(2),AccumulateStep(2),MicroBatch(3)
+    plain,own,off,cut = (make_learner(make_dls(64, 8), cbs=cb) for cb in cbs)
+    off.accumulate_step.run = False
+    with accumulation(4):
+        for o,n in (plain,2),(own,4),(off,8),(cut,2):
+            assert o.n_steps()==n
+            o.fit(1)
+            assert len(o.spy.steps)==n
+    assert plain.n_steps()==cut.n_steps()==8
+
+four = AccumulateStep(4)
+@each(case=[
+    (lambda: of_batches([(features(5), classes(5))]*4), AccumulateStep(n_samples=8), 'no batch size.*n_samples=8.*use'),
+    (lambda: make_dls(76, 8), GradientAccumulation(32), "fastai's GradientAccumulation.*use AccumulateStep"),
+    (lambda: None, None, 'no training loader'), (DataLoaders, None, 'no training loader'),
+    *((lambda: make_dls(76, 8), [*L(acc),cb], f'{type(cb).__name__}.*nobody knows')
+      for cb in (ShortEpochCallback(.5, short_valid=False), SkipToEpoch(1)) for acc in (None,four)),
+    *((lambda skip=skip: make_dls(64, 8, skip=skip), four, 'items of the loader raise SkipItemException')
+      for skip in (range(0, 64, 2), range(32, 64), [0], [63]))])
+def test_what_cannot_be_known(case):
+    "A few items may be loaded, and random numbers are as before"
+    dls,cbs,match = case
+    learn = Learner(dls(), small_model(), nn.MSELoss(), cbs=cbs)
+    was = torch.get_rng_state(),random.getstate()
+    with pytest.raises(ValueError, match=f'n_steps: .*{match}'): learn.n_steps(2)
+    assert identical(was, (torch.get_rng_state(),random.getstate()))
+    with pytest.raises(ValueError, match='n_epoch must be an int of at least 1, got 0'): learn.n_steps(0)
+
+def test_several_processes(monkeypatch):
+    "Before a fit in `distrib_ctx`, the loader is not yet cut; its windows of samples are filled by all processes"
+    distributed = pytest.importorskip('fastai.distributed')
+    class DistributedTrainer(Callback): "As fastai's, which needs a process group"
+    for o in module,distributed: monkeypatch.setattr(o, 'num_distrib', lambda: 2)
+    for way,n in (AccumulateStep(2),3),(AccumulateStep(n_samples=32),3),(None,5):
+        learn = make_learner(make_dls(76, 8), cbs=L(way)+[DistributedTrainer()])   # 10 batches, 5 for each
+        assert learn.n_steps()==n
+
+def test_a_stream_of_known_length():
+    "It has no items to look at, and as many steps as its `n` says"
+    dls = DataLoaders(*[DataLoader(Stream(), bs=4, n=64) for _ in range(2)])
+    learn = make_learner(dls, cbs=[NoValid(), AccumulateStep(4)])
+    assert learn.n_steps(2)==8
+    learn.fit(2)
+    assert len(learn.spy.steps)==8

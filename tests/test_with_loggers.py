@@ -39,9 +39,7 @@ def keep(f, event, order=0):
     "A callback that adds to `learn.got` what `f` returns at `event`, unless it is None"
     def g(cb):
         if (res := f(cb)) is not None: vars(cb.learn).setdefault('got', []).append(res)
-    cb = Callback(**{event:g})
-    cb.order = order
-    return cb
+    return at_order(order, **{event:g})
 
 def windows(o, n_epoch=1, n_micro=10):
     "The entries of `o`, one a micro-batch, by window"
