@@ -179,7 +179,8 @@ def _hint(model, proof):
     if 'past_key_values' in str(proof.kept['keys of the prediction']):
         return "Set model.config.use_cache=False, since the training does not need this cache. Or: "
     if any(k.startswith('prediction') and v==math.inf for k,v in proof.differs):   # of other shapes
-        return "If it compares all pairs of samples, return the embeddings, and compare all pairs of them in the loss. Or: "
+        return ("If it compares all pairs of samples, return the embeddings, and compare all pairs of them in the loss. "
+                "Or: ")
     again = [v for k,v in _ends.items() if any(vars(m).get(k) for m in model.modules())]
     if again: return f"The model recomputes by itself: call {again[0]} first. Or: "
     kept = [o for k,_ in proof.differs for o in proof.kept[k]]
