@@ -147,6 +147,7 @@ def turn_on_accumulation(
     return _On(acc, before)
 
 # %% ../nbs/core.ipynb #db53f084
+@named
 def turn_off_accumulation():
     "Undo `turn_on_accumulation`; do nothing if it is off already"
     defaults.accumulation[-1].kwargs = None

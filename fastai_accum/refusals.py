@@ -262,6 +262,7 @@ def note_batch_norm(acc, learn):
     if cut: vars(exact).update(coupled=False, exact=True)
     exact = as_line(exact) if cut else f"learn.micro_batch({f'{bs}, '*bool(bs)}exact=True)"
     sees = {0:'one micro-batch', 1:'one sample'}.get(part or bs or 0, f'{part or bs} samples')
+    if any(hasattr(m, 'bptt') for m in learn.model.modules()): exact = None   # it refuses texts of unlike lengths
     lines = whole_lines(learn.cbs, bs, cut=exact)+or_nothing(part or bs)
     print(f"{acc!r}: batch norm sees {sees} at a time, so the training is not\n"
           "that of the large batch. For the same training:", *as_list(lines), sep='\n')

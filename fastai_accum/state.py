@@ -11,13 +11,13 @@ __all__ = ['shared', 'Lent', 'lent', 'original', 'take_back', 'is_generator', 'c
 
 # %% ../nbs/state.ipynb #db10d708
 from collections import deque
-from collections.abc import Iterator
 from contextlib import ExitStack,contextmanager
 from functools import lru_cache
 from types import CellType,FunctionType,MethodType,ModuleType
 from weakref import ref
 from fastai.basics import *
-from operator import is_   # that of fastcore is slow
+from collections.abc import Iterator   # that of typing is slow, and so is `is_` of fastcore
+from operator import is_
 from torch.nn.parameter import is_lazy
 from .devices import accelerators,generator_of
 from .private import buffer_dict,copy_all,grad_hook_dicts,hook_dicts,put_grad_hook_dicts,version

@@ -57,6 +57,13 @@ def test_the_note_comes_once_and_names_the_line(cbs, sees, line, capsys):
     said = capsys.readouterr().out
     assert said.count('batch norm sees')==1 and sees in said and line in said, said
 
+def test_the_note_names_no_exact_slices_for_texts_that_are_read_in_pieces(capsys):
+    learn = normed(AccumulateStep(3))
+    learn.model.bptt = 72
+    learn.fit(1)
+    said = capsys.readouterr().out
+    assert 'learn.gradient_checkpointing()' in said and 'exact=True' not in said, said
+
 @each(case=[(9,'auto'), (9,4), (3,'auto')])
 def test_the_note_comes_when_a_batch_is_cut(case, capsys):
     "`MicroBatch()` cuts nothing until memory runs out, and large slices cut nothing"

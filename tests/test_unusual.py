@@ -4,6 +4,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from nets import *
 from fastai_accum.loss import *
 from fastai_accum.microbatch import *
+from fastai_accum.windows import count_samples
 
 def learner(dls, cbs=None, model=None, **kwargs): return make_learner(dls, model, cbs=cbs, **{**one_group, **kwargs})
 def alike(cbs=lambda: AccumulateStep(4), **kwargs):

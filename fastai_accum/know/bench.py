@@ -11,11 +11,11 @@ __all__ = ['marks', 'learner_state', 'own_opt', 'unchanged', 'keep_off', 'Given'
 
 # %% ../../nbs/know/bench.ipynb #4254ae8c
 import builtins,io,sys
-from collections.abc import Iterator
 from contextlib import nullcontext,suppress
 from itertools import islice
 from types import CodeType
 from fastai.basics import *
+from collections.abc import Iterator   # that of typing is slow
 from fastcore.imports import ipython_shell
 from ..core import AccumulateStep,added
 from ..devices import Autocast,has_float64,is_out_of_memory

@@ -17,7 +17,7 @@ from ..devices import accelerators,free_memory,is_out_of_memory
 from ..private import AnyBatchNorm,TorchDispatchMode,no_modes,tree_flatten
 from .dry import Dry,Record,differences,first_unlike,plain_loss
 from ..state import State,everybodys,held,is_generator,seed
-from ..slices import Refused,Unclear,join,leaves,slices
+from ..slices import Refused,join,leaves,slices
 
 # %% ../../nbs/proof/compare.ipynb #b91c6cda
 class Way(NamedTuple):
@@ -163,7 +163,7 @@ def compare(trial):
     if sizes and not 0<sum(sizes)<math.inf: raise NotTried(f'the gradient is {sum(sizes)}')
     try: got = run(trial.ways)
     except NotTried as e:
-        if is_out_of_memory(e.__cause__) or isinstance(e.__cause__, Unclear): raise   # other samples may be clear
+        if is_out_of_memory(e.__cause__): raise
         return Proof(raised=e.__cause__, kept=ref.kept)   # the whole batch has not raised it
     tol,errors = trial.eps**.5,differences(got, ref)
     limits = dict.fromkeys(errors, tol)

@@ -8,10 +8,10 @@ Docs: https://fastai-accum.github.io/fastai_accum/proof/dry.html.md"""
 __all__ = ['planning', 'Dry', 'values', 'kept_by_hooks', 'sketch', 'off', 'Record', 'plain_loss', 'differences', 'first_unlike']
 
 # %% ../../nbs/proof/dry.ipynb #e731d2e8
-from collections.abc import Iterator
 from contextlib import ExitStack
 from contextvars import ContextVar
 from fastai.basics import *
+from collections.abc import Iterator   # that of typing is slow
 from torch.nn.modules.module import register_module_forward_hook,register_module_forward_pre_hook
 from ..devices import Coroutine
 from ..modes import in_64
