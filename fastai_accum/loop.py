@@ -17,7 +17,7 @@ from fastai.basics import *
 from fastai.learner import replacing_yield
 from torch.utils.weak import WeakTensorKeyDictionary
 from .loss import loss_reduction,loss_weight,sums_by_nature
-from .private import do_step,multiply,norms,own_backward,plain_backward,train_metrics,version,with_events
+from .private import do_step,multiply,norms,train_metrics,version,with_events
 from .processes import Stopped,processes
 from .refusals import *
 from .state import arrays,held,lent,take_back
@@ -449,21 +449,15 @@ class AtStep(BaseException): "Ends a micro-batch where the optimizer would step"
 def backward(self:Window, f):
     "Add the gradient of the *sum* of this micro-batch's losses"
     learn,epoch = self.learn,self.epoch
-    if learn.loss_grad.numel()!=1:   # also after callbacks
-        raise ValueError(f"{self.acc}: the loss is of shape {tuple(learn.loss_grad.shape)}, as with reduction='none'; "
-                         "take 'mean', for one number")
     divisor,weight = self.weigh()
     loss = learn.loss.detach()
-    if loss.ndim: loss = loss.mean()   # as fastai's `Recorder`
     epoch.grads.find(learn.loss_grad)
-    # it may be a constant where nothing is to be learned, such as an image without objects
-    has_none = not learn.loss_grad.requires_grad and getattr(type(learn), own_backward) is plain_backward
     if divisor:
         by = divisor if epoch.is_mean else 1
         if self.scale is None: self.scale = self.scale_for(divisor)
         self.loss = self.loss + by*loss.to(torch.promote_types(loss.dtype, torch.float32))
         if by!=self.scale: learn.loss_grad = learn.loss_grad*(by/self.scale)
-        if not has_none: f()
+        f()
     elif not self.acc.left_out and loss.isfinite() and loss: warn_left_out(self.acc, loss)
     self.micro.weight = weight
     self.n_samples += self.micro.n
@@ -544,9 +538,8 @@ def step_events(self:Window, plain, f, event_type, ex, final=noop):
     "Takes the place of `learn._with_events` in `_do_grad_opt`, which finds the backward pass done"
     def step():
         if not any(p.grad is not None for p in self.epoch.grads.ps):
-            raise RuntimeError(f"{self.acc}: at the end of a window, no parameter has a gradient. Maybe the loss does not "
-                               "depend on the model. Maybe hooks of the parameters step in the backward pass; let one "
-                               "optimizer step once per window")
+            raise RuntimeError(f"{self.acc}: at the end of a window, no parameter has a gradient, maybe because hooks of "
+                               "the parameters step in the backward pass; let one optimizer step once per window")
         f()
         self.epoch.n_made += 1
         self.n_stepped = self.n_samples   # a cancelled step does not come here

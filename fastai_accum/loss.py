@@ -114,10 +114,9 @@ def _rule(*classes):
     def _register(f):
         @wraps(f)
         def _f(loss_func, pred, *yb):
-            red = getattr(loss_func, 'reduction', None)
-            if red=='none': return count_samples(yb, pred)   # it, or a callback, makes one number of all
             if not _reduces_itself(loss_func): return f(loss_func, pred, *yb)
-            try: return count_samples(yb, pred) if red=='sum' else f(loss_func, pred, *yb)
+            says_nothing = getattr(loss_func, 'reduction', None) in ('none','sum')
+            try: return count_samples(yb, pred) if says_nothing else f(loss_func, pred, *yb)
             except (TypeError,AttributeError,LookupError,ValueError,RuntimeError):
                 return count_samples(yb, pred)
         for cls in classes: loss_weight.register(cls, _f)

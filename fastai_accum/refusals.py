@@ -176,8 +176,10 @@ def warn_left_out(acc, loss):
          "For others, load the large batch and write MicroBatch(coupled=True)")
 
 def check_loss(acc, loss_func):
-    "Warn of a sum that is averaged"
-    if loss_reduction(loss_func)=='sum' and acc.average is None and acc.averages(loss_func):
+    "Refuse a loss that is not one number, and warn of a sum that is averaged"
+    red = loss_reduction(loss_func)
+    if red=='none': raise ValueError(f"{acc}: the loss has reduction='none'; take 'mean', for one number")
+    if red=='sum' and acc.average is None and acc.averages(loss_func):
         warn(f"{acc}: the loss has reduction='sum', but its gradients are averaged. Set "
              "reduction='mean', or keep the sum with average=False")
 

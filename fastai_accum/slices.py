@@ -6,8 +6,8 @@ Docs: https://fastai-accum.github.io/fastai_accum/slices.html.md"""
 
 # %% auto #0
 __all__ = ['is_array', 'is_floating', 'leaves', 'holds_tensors', 'versions', 'tree_map', 'by_entry', 'n_rows', 'count_rows',
-           'even_sizes', 'cut_in', 'slices', 'samples', 'Refused', 'NotPossible', 'join', 'is_clear', 'joins',
-           'join_batches']
+           'even_sizes', 'cut_in', 'slices', 'samples', 'Refused', 'NotPossible', 'Unclear', 'join', 'is_clear',
+           'joins', 'join_batches']
 
 # %% ../nbs/slices.ipynb #c84f7f1f
 from collections.abc import Mapping
@@ -107,8 +107,8 @@ def _fits(o, n):
     if is_array(o): return not o.ndim or len(o)==n
     return _is_list(o) and by_entry([o], [n]) is not False or all(_fits(o[k], n) for k in keys(o))
 
-def _uncut(why):
-    return ValueError(f"MicroBatch: the batch cannot be cut: {why}; pass split=f, with f(batch, bs) -> slices")
+def _uncut(why, kind=ValueError):
+    return kind(f"MicroBatch: the batch cannot be cut: {why}; pass split=f, with f(batch, bs) -> slices")
 
 def _odd(o):
     "Why nobody can cut `o`, or `None`"
@@ -142,12 +142,13 @@ def _cut(o, n, at):
     if why := _odd(o): raise _uncut(why)
     if is_array(o): return o[at] if o.ndim else o
     by = _is_list(o) and by_entry([o], [n])
-    if by is None: raise _uncut(_both.format('a list', n))
+    if by is None: raise _uncut(_both.format('a list', n), Unclear)
     return type(o)([o[i] for i in np.arange(n)[at]]) if by else _pick(o, n, at)
 
 # %% ../nbs/slices.ipynb #16ea5886
 class Refused(ValueError): "In slices, the training would not be that of the whole batch"
 class NotPossible(Refused,RuntimeError): "A way to train says by itself why it is not possible"
+class Unclear(Refused): "A list can be read as entries of samples, and as tensors with rows"
 
 def join(preds, sizes, path='pred', other=None):
     """Join the predictions for slices of `sizes` samples; `path` is for errors
@@ -157,7 +158,7 @@ def join(preds, sizes, path='pred', other=None):
     seen,ns = zip(*zip(preds, sizes), *[other]*bool(other))
     by = all(map(_is_list, seen)) and by_entry(seen, [*ns])
     if by is None:
-        raise Refused(f"MicroBatch: the slices cannot be joined: {_both.format(path, sizes[0])}; "
+        raise Unclear(f"MicroBatch: the slices cannot be joined: {_both.format(path, sizes[0])}; "
                       "pass another bs")
     if by: return type(o)([v for p in preds for v in p])
     if is_array(o):

@@ -98,7 +98,7 @@ def later(cb, **kwargs): vars(cb).update(kwargs); return [cb]   # is checked whe
 @each(case=[
     ([acc(4)], dict(loss_func=nn.CrossEntropyLoss(reduction='none')), "reduction='none'"),
     ([acc(4)], dict(loss_func=ce('none')), "reduction='none'"),
-    ([acc(4)], dict(loss_func=unreduced), "AccumulateStep: the loss is of shape .*reduction='none'"),
+    ([acc(4)], dict(loss_func=unreduced), 'scalar outputs', RuntimeError),
     ([cut(8)], dict(bs=32, loss_func=nn.CrossEntropyLoss(reduction='none')), "MicroBatch.*reduction='none'"),
     ([cut(8, weight=lambda p, y: torch.ones(len(y)))], dict(bs=32), 'MicroBatch.*weight must return'),
     *((weighs(torch.tensor(v)), {}, f'weight must return .*got {v}') for v in (-1., math.nan, math.inf)),

@@ -61,11 +61,6 @@ class OwnMean(nn.CrossEntropyLoss):
         loss = super().forward(pred, y)
         return loss.mean() if self.reduction=='none' else loss/len(y)
 
-def found(pred, y):
-    "A constant, without a gradient, where no sample has the class 1"
-    loss = F.cross_entropy(pred[y==1], y[y==1], reduction='sum')
-    return loss/len(y) if (y==1).any() else loss.new_zeros(())
-
 class MultiTask(nn.CrossEntropyLoss):
     "A loss with two predictions and two targets"
     def forward(self, preds, y, z):
@@ -113,10 +108,6 @@ cases = dict(
     compiled_partial  = lambda: dict(y=rare(), loss_func=partial(compiled(F.cross_entropy), weight=W)),
     own_mean = lambda: dict(loss_func=OwnMean(reduction='none')),
     own_sum  = lambda: dict(loss_func=OwnMean(reduction='sum')),
-    # a callback makes one number of them
-    unreduced = lambda: dict(edits(lambda l: (l.loss_grad*(1+l.x[:,0]**2)).mean(), 'after_loss'),
-                             loss_func=nn.CrossEntropyLoss(weight=W, reduction='none')),
-    constant = lambda: dict(y=(torch.arange(76)%32<3).long(), loss_func=found),
     several_targets = lambda: two_heads(lambda h: (h,h*2)),
     several_in_dict = lambda: two_heads(lambda h: dict(a=h, b=h*2)),
     nan_of_weight_0 = lambda: dict(also=TerminateOnNaNCallback,   # which is not shown that loss

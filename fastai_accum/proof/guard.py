@@ -59,17 +59,20 @@ def guard(cb, learn, xb):
 
 # %% ../../nbs/proof/guard.ipynb #25a636eb
 def few_samples(b, cut=slices, unit=1):
-    "Two small batches like `b`, of two scales; all of `b` if it cannot be cut"
-    size = max(4, 2*unit)
+    "Three small batches like `b`, of two sizes and two scales; `b` itself if it cannot be cut"
+    sizes = (4,3,3) if unit==1 else (3*unit,2*unit,2*unit)
     try:
-        n = n_rows(b) if cut is slices else size
-        more = -(-size//n)
+        n = n_rows(b) if cut is slices else sizes[0]
+        more = -(-sizes[0]//n)
         if more>1: b = join([b]*more, [n]*more)
-        b = cut(b, size)[0]
+        *few,last = [cut(b, k)[0] for k in sizes]
     except ValueError:
         if cut is not slices: raise   # `split` returns something else
+        return [b]*3
+    # texts differ in size only
+    if not any(is_floating(o) for _,o in leaves(last)): return few
     # so that a branch on the size of a value shows
-    return [b, tree_map(lambda o: o*4 if is_floating(o) else o, b)]
+    return [*few, tree_map(lambda o: o*4 if is_floating(o) else o, last)]
 
 # %% ../../nbs/proof/guard.ipynb #few0n002
 def noisy(b, where=is_floating):
@@ -105,7 +108,7 @@ def _first_proof(model, ways, xb, yb, able, tick, is_alone):
             found = [o for o in found if o.ndim and len(o)==n] or [torch.zeros(n)]
     b = (*xb,*yb) if split else (*xb,found[0])
     doubles = [True,False] if is_alone and has_float64(next(model.parameters()).device) else [False]
-    units = [1,max(3,size)] if size and not split else [1]   # some models want a multiple of some number
+    units = [1,max(2,size)] if size and not split else [1]   # some models want a multiple of some number
     parts = [noop,noisy] if split else [_smaller,noop,noisy]
     for double,unit,part in itertools.product(doubles, units, parts):
         batches = [noisy(o, _is_one_image) for o in part(few_samples(b, split or slices, unit))]
@@ -114,8 +117,7 @@ def _first_proof(model, ways, xb, yb, able, tick, is_alone):
         except NotTried as e: why = str(e)
         else:
             found.n = len(leaves(batches[0])[0 if split else -1][1])
-            # slices of two may be too small for the model
-            if not found.raised or unit==units[-1]: return found
+            return found
     return Proof(of=why)
 
 def _blamed(ways, prove):
@@ -178,9 +180,6 @@ def _hint(model, proof):
     "What may be the cause, and a line against it"
     if 'past_key_values' in str(proof.kept['keys of the prediction']):
         return "Set model.config.use_cache=False, since the training does not need this cache. Or: "
-    if any(k.startswith('prediction') and v==math.inf for k,v in proof.differs):   # of other shapes
-        return ("If it compares all pairs of samples, return the embeddings, and compare all pairs of them in the loss. "
-                "Or: ")
     again = [v for k,v in _ends.items() if any(vars(m).get(k) for m in model.modules())]
     if again: return f"The model recomputes by itself: call {again[0]} first. Or: "
     kept = [o for k,_ in proof.differs for o in proof.kept[k]]
