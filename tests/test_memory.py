@@ -2,7 +2,7 @@
 
 The simulated accelerator counts every byte and has limits. A training step is measured with its gradients allocated
 before, as a share of the same step with the large batch."""
-import gc,sys,weakref
+import gc,operator,sys,weakref
 import pytest
 from nets import *
 from kinds import Odd
@@ -195,15 +195,18 @@ def test_a_stop_leaves_nothing(exc, n, at, norm, way, device, fakegpu, capsys):
     try:
         with pytest.raises(exc): learn.fit(1, cbs=[] if in_model else EachMicro(**{at:stop}))
     finally: Bomb.at = ''
-    for _ in range(50):   # the thread of the backward pass lets go a moment later
-        now,(ws,others) = left(),state()
-        if all(a<=b for a,b in zip(now, before)): break
-        time.sleep(.1)
-    assert Bomb.n<=0 and all(a<=b for a,b in zip(now, before)), (now, before)
+    def comes_to(ok):
+        for _ in range(50):   # the thread of the backward pass lets go a moment later
+            if all(map(ok, now := left(), before)): return
+            time.sleep(.1)
+        assert False, (now, before)
+    comes_to(operator.le)
+    assert Bomb.n<=0
+    ws,others = state()
     assert identical(was[0], ws) and (at!='forward' or way not in ('coupled','exact') or identical(was[1], others))
     left_alone(learn.model)
     learn.fit(1)
-    assert left()==before
+    comes_to(operator.eq)
 
 # ---- what the proof takes
 

@@ -80,6 +80,7 @@ def test_slices():
         sizes = even_sizes(n, bs)
         assert sum(sizes)==n and len(sizes)==-(-n//bs) and max(sizes)<=bs and max(sizes)-min(sizes)<=unit, (n,bs,sizes)
         assert all(o%unit==0 for o in sizes)
+    assert slices((['a','b','c'],), 2)==[(['a','b'],),(['c'],)]
     assert slices((('a','b'),('c','d')), 1)==[(('a',),('c',)),(('b',),('d',))]   # two inputs, and as many samples
     for o in objects: assert slices((o,torch.ones(4)), 4)[0][0] is o   # it need not be cut
     assert slices((SimpleNamespace(a='text', n=3),torch.ones(4)), 2)[1][0].n==3
