@@ -26,7 +26,7 @@ class GradientCheckpointing(InRoom):
     """Keep no activations of the model's blocks that do not fit; compute them again in the backward pass
 
     Example: `cbs=GradientCheckpointing()` takes the repeated blocks of the model.
-    The first step computes all of them again, and shows how many fit; on a CPU, each step does.
+    The first step computes all of them again, and shows how many fit; on a CPU, each step computes all.
     The training is the same bit for bit, and takes longer.
     A block that does not do the same twice is refused before the first step.
     https://fastai-accum.github.io/fastai_accum/memory/checkpointing.html"""
