@@ -47,7 +47,7 @@ sweep: $(READY) ## All endings, and all of whatever `make test` draws a sample o
 coverage: $(READY) ## The lines of the package that no test runs, other processes included (at night)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-config=.ci/coverage.ini --cov-report=term-missing:skip-covered
 
-works: $(READY) ## Measure what the pages "Works with" and "What we tested" show, with the optional packages
+works: $(READY) ## Measure what the pages "What is exact and what is not" and "What we tested" show, with the optional packages
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,integrations]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m row --works-with tests/works_with.json
 	for f in works_with tested; do $(BIN)/nbdev-test --save nbs/$$f.ipynb || exit; done

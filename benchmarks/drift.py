@@ -1,7 +1,7 @@
 """How far 50 steps with `MicroBatch(8, exact=True)` are from those of the large batch, and how far the large batch is from itself if the
 samples of each batch come in another order: both are rounding. Both are shares of how far the steps have moved the weights.
 
-    OMP_NUM_THREADS=1 python benchmarks/drift.py --save    # three minutes; writes benchmarks/results/drift.json, which "Works with" shows
+    OMP_NUM_THREADS=1 python benchmarks/drift.py --save    # three minutes; writes benchmarks/results/drift.json, which "What is exact and what is not" shows
 """
 import argparse,contextlib,io,warnings
 from common import *

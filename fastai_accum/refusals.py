@@ -239,10 +239,13 @@ def whole_lines(cbs, bs=None, saves=True, cut=None):
     if not saves: return [write(cut) if cut else load]*bool(cut or acc)
     fast = f'{load}, if memory allows: you have GradientCheckpointing' if has else write('learn.gradient_checkpointing()')
     if windows and not (has or acc): fast = f'in place of {of}, {fast}'
+    if not cut: return [fast]
     savers = [type(o).__name__ for o in cbs if is_a(o, 'InRoom')]   # of memory
-    instead = f"write in place of {' and '.join(savers)}" if 'exact' in (cut or '') else 'add'
-    if not savers: instead = 'write in its place'
-    return [fast] + [f"if that does not fit, {f'load {large} and '*bool(acc)}{instead} `{cut}`"]*bool(cut)
+    is_exact,instead = 'exact' in cut,'add' if savers else 'write in its place'
+    if is_exact: instead = f"write in place of {' and '.join(savers) or 'both'}"
+    waits = is_exact and 'OffloadActivations' not in savers
+    return [fast, *['if that does not fit on the GPU, add `learn.offload_activations()`']*waits,
+            f"if {'not even that fits' if waits else 'that does not fit'}, {f'load {large} and '*bool(acc)}{instead} `{cut}`"]
 
 def as_list(lines):
     "The remedies `lines` as text, each with its mark, and the code at its end on a line of its own"

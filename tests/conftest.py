@@ -74,10 +74,10 @@ def device(request, monkeypatch):
     yield harness.here.device
     assert on_cpu or total()>before, 'nothing was on the device'
 
-results = {}   # of the rows of the page "Works with", by group and name
+results = {}   # of the rows of the page "What is exact and what is not", by group and name
 
 def pytest_addoption(parser):
-    parser.addoption('--works-with', metavar='FILE', help='write what the rows of the page "Works with" measured')
+    parser.addoption('--works-with', metavar='FILE', help='write what the rows of the page measured')
 
 @pytest.fixture
 def works(request):

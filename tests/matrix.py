@@ -1,4 +1,4 @@
-"""The rows of the page "Works with". A test marked as a row measures it, and what it measured is what the page shows.
+"""The rows of the page "What is exact and what is not". A test marked as a row measures it, and the page shows that.
 
     @row('Callbacks', 'GradientClip', note='sees finished gradients')
     def test_gradient_clip(works): works(*pair(GradientClip))

@@ -316,17 +316,21 @@ cases = dict(
     in_odd_modes=(in_odd_modes, 'batch norm 1, dropout 2'),
     blocks=(lambda: blocks(AccumulateStep(2)), 'batch norm 0.1, dropout 0.3',
             'in place of AccumulateStep, and write `learn.gradient_checkpointing()`\n'
-            'if that does not fit, load batches of 16 and write in its place `learn.micro_batch('),
+            'if that does not fit on the GPU, add `learn.offload_activations()`\n'
+            'if not even that fits, load batches of 16 and write in place of both `learn.micro_batch('),
     checkpointing=(lambda: blocks(AccumulateStep(2), GradientCheckpointing()), 'batch norm 0.1, dropout 0.3',
                    'load batches of 16 in place of AccumulateStep, if memory allows: you have GradientCheckpointing\n'
-                   'if that does not fit, load batches of 16 and write in place of GradientCheckpointing '
+                   'if that does not fit on the GPU, add `learn.offload_activations()`\n'
+                   'if not even that fits, load batches of 16 and write in place of GradientCheckpointing '
                    '`learn.micro_batch(8, exact=True)`'),
     cut_and_checkpointing=(lambda: blocks(MicroBatch(4), GradientCheckpointing()), 'batch norm 0.1, dropout 0.3',
                            'leave out MicroBatch, if memory allows: you have GradientCheckpointing\n'
-                           'if that does not fit, write in place of GradientCheckpointing '
+                           'if that does not fit on the GPU, add `learn.offload_activations()`\n'
+                           'if not even that fits, write in place of GradientCheckpointing '
                            '`learn.micro_batch(4, exact=True)`'),
     offloading=(lambda: blocks(AccumulateStep(2), OffloadActivations()), 'batch norm 0.1, dropout 0.3',
-                'write in place of OffloadActivations `learn.micro_batch(8, exact=True)`'),
+                'if that does not fit, load batches of 16 and write in place of OffloadActivations '
+                '`learn.micro_batch(8, exact=True)`'),
     rmse=(lambda: learner(loss=rmse, y=targets()), 'loss rmse'),
     masked=(lambda: learner(loss=masked), 'loss masked'), one_of_64=(one_of_64, 'loss masked'),
     sum=(lambda: learner(loss=nn.CrossEntropyLoss(reduction='sum')), 'loss CrossEntropyLoss'),
@@ -645,6 +649,8 @@ shown = dict(
              'the error is'),
     cuts_nothing=(lambda: learner(net(bn()), cbs=MicroBatch(8)), f'{whole}, since the bs of MicroBatch',
                   'with MicroBatch(bs=4) as an example'),
+    two=(lambda: blocks(AccumulateStep(2)), 'dropout: ', '\n  -> as above\n  -> or do nothing: other dropout masks'),
+    advice=(lambda: in_order(AccumulateStep(4), Late(lambda o: True)), '\n  -> or load batches of'),
     no_number=(lambda: in_order(AccumulateStep(2), loss=nan_in_parts, bs=8),
                'NaN or infinite in the place of the gradient'),
     other_lengths=(other_lengths, 'of the first training batch', 'only between batches could not be compared'))

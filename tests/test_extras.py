@@ -34,8 +34,9 @@ def normed(*cbs):
 @pytest.mark.parametrize('cbs,sees,line', [
     ([MicroBatch(2)], 'MicroBatch(bs=2): batch norm sees 2 samples',
      'in place of MicroBatch, write\n     learn.gradient_checkpointing()\n'
-     '  -> if that does not fit, write in its place\n     learn.micro_batch(2, exact=True)\n  -> or do nothing'),
-    ([MicroBatch(2, coupled=True)], 'sees 2 samples', 'write in its place\n     learn.micro_batch(2, exact=True)'),
+     '  -> if that does not fit on the GPU, add\n     learn.offload_activations()\n'
+     '  -> if not even that fits, write in place of both\n     learn.micro_batch(2, exact=True)\n  -> or do nothing'),
+    ([MicroBatch(2, coupled=True)], 'sees 2 samples', 'write in place of both\n     learn.micro_batch(2, exact=True)'),
     ([AccumulateStep(3)], 'AccumulateStep(n_step=3): batch norm sees 4 samples',
      'load batches of 12 in place of AccumulateStep, and write\n     learn.gradient_checkpointing()'),
     ([AccumulateStep(n_samples=8)], 'sees 4 samples', 'load batches of 8 in'),

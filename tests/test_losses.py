@@ -1,5 +1,6 @@
 """The weight of each loss is what its mean divides by, and training with it is the large batch's: cut evenly and
-unevenly, in windows without targets, and any window. Rows of the page "Works with" train each loss as it is"""
+unevenly, in windows without targets, and any window. Rows of the page of
+what is exact train each loss as it is"""
 import harness
 from nets import *
 from kinds import Odd

@@ -1,4 +1,4 @@
-"""The pages "Works with" and "What we tested" show what the tests measure: every row, no other, and none that fails.
+"""The pages "What is exact and what is not" and "What we tested" show what the tests measure: every row, and no other.
 Run `make works` when this fails"""
 from matrix import *
 

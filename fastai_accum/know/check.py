@@ -42,6 +42,15 @@ class Cause(NamedTuple):
     at = property(lambda o: f'{o.where} ({o.of})' if o.of else o.where)
 
 # %% ../../nbs/know/check.ipynb #fb7b5acd
+def each_once(causes):
+    "The remedies of `causes` as lists of lines, for who reads one after the other"
+    res,said = [],set()
+    for whole in [o.remedy.splitlines() for o in causes]:
+        lines = list(dict.fromkeys('as above' if o in said else o for o in whole))
+        res.append(lines[:1]+[o if o.startswith(('if ','or ')) else f'or {o}' for o in lines[1:]])
+        said.update(whole)
+    return res
+
 class Check(NamedTuple):
     "The result of `check_accumulation`"
     error:float  # Relative error of the gradient of one step
@@ -50,8 +59,8 @@ class Check(NamedTuple):
     title:str    # The answer
 
     def __repr__(self):
-        rows = [o for c in self.causes for o in (f'{c.kind}: {amount(c.error)} at {c.at}',
-                                                 *as_list(c.remedy.splitlines()))]
+        rows = [o for c,lines in zip(self.causes, each_once(self.causes))
+                for o in (f'{c.kind}: {amount(c.error)} at {c.at}', *as_list(lines))]
         return '\n'.join([self.title, *rows, self.compared])
 
     _ipython_display_ = shown_once
@@ -62,7 +71,8 @@ class Check(NamedTuple):
             o = re.sub('(?m) (`[^`]*`)$', r'\n\1', escape(o))
             o = re.sub('`(.*?)`', r'<code>\1</code>', o.replace('\n', '<br>'))
             return re.sub(r'https://[^ <)]+', r'<a href="\g<0>">measured</a>', o)
-        rows = [(escape(o.kind), escape(o.at), amount(o.error), code(o.remedy)) for o in self.causes]
+        rows = [(escape(o.kind), escape(o.at), amount(o.error), code('\n'.join(lines)))
+                for o,lines in zip(self.causes, each_once(self.causes))]
         df = pd.DataFrame(rows, columns=['cause','where','error','what to write'])
         if not any(o.remedy for o in self.causes): df = df.iloc[:,:3]
         with pd.option_context('display.max_colwidth', None):
