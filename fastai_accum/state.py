@@ -13,7 +13,7 @@ __all__ = ['shared', 'Lent', 'lent', 'original', 'take_back', 'is_generator', 'c
 from collections import deque
 from contextlib import ExitStack,contextmanager
 from functools import lru_cache
-from types import CellType,FunctionType,MethodType,ModuleType
+from types import CellType,FunctionType,MemberDescriptorType,MethodType,ModuleType
 from weakref import ref
 from fastai.basics import *
 from collections.abc import Iterator   # that of typing is slow, and so is `is_` of fastcore
@@ -65,7 +65,7 @@ def take_back(*objects):
 
 # %% ../nbs/state.ipynb #4d8e1dc8
 _generators = torch.Generator,random.Random,np.random.RandomState,np.random.Generator
-_containers = dict,list,tuple,set,deque
+_containers = dict,list,tuple,set,deque,bytearray
 _functions = FunctionType,partial
 _apart = Tensor,np.ndarray,type,MethodType,ModuleType,Callback,Learner,Lent
 _holders = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler,
@@ -78,11 +78,17 @@ def _draws(t): return issubclass(t, _generators)   # PyTorch makes `isinstance` 
 def is_generator(o): return _draws(type(o))
 
 @lru_cache(None)
+def _slots(t):
+    "The names that `__slots__` gives to objects of the class `t` without a `__dict__`"
+    own = [c for c in t.__mro__ if '__slots__' in vars(c) and t.__dictoffset__==0]
+    return [k for c in own for k,v in vars(c).items() if isinstance(v, MemberDescriptorType)]
+
+@lru_cache(None)
 def _can_change(t):
     "Whether objects of the class `t` can hold something that a forward pass changes"
     if issubclass(t, _apart): return False
     if issubclass(t, _holders): return True
-    if t.__dictoffset__==0 or t.__module__.startswith('torch.'): return False
+    if t.__dictoffset__==0 and not _slots(t) or t.__module__.startswith('torch.'): return False
     return _alive.isdisjoint(k.__module__.partition('.')[0] for k in t.__mro__)
 
 @lru_cache(None)
@@ -93,7 +99,8 @@ _hooks = {k for k in vars(nn.Module()) if 'hook' in k or 'persistent' in k}
 
 def container(o):
     "What holds the contents of `o`: itself, or its `__dict__`, which compiled classes do not have"
-    return o if isinstance(o, (*_containers,CellType,*_generators)) else getattr(o, '__dict__', None)
+    is_own = isinstance(o, (*_containers,CellType,*_generators)) or _slots(type(o))
+    return o if is_own else getattr(o, '__dict__', None)
 
 def items(o):
     "What the object `o` holds, with names, keys or numbers, and without hooks"
@@ -102,7 +109,8 @@ def items(o):
     if isinstance(o, (FunctionType,CellType)):
         cells = o.__closure__ or () if isinstance(o, FunctionType) else [o]
         o = [c.cell_contents for c in cells if c!=CellType()]
-    vs = None if is_generator(o) else container(o)
+    if is_generator(o): return ()
+    vs = contents(o) if _slots(type(o)) else container(o)
     if vs is None or len(vs)>10_000: return ()
     return vs.items() if isinstance(vs, dict) else enumerate(vs)
 
@@ -143,9 +151,10 @@ def contents(o):
     if isinstance(o, CellType): return o.cell_contents if o!=CellType() else o
     if isinstance(o, np.random.Generator): return o.bit_generator.state
     if is_generator(o): return o.getstate() if isinstance(o, random.Random) else o.get_state()
+    if names := _slots(type(o)): return {k:getattr(o, k) for k in names if hasattr(o, k)}
     return next(t for t in _kinds if isinstance(o, t))(o)
 
-_kinds = OrderedDict,dict,list,set,deque   # a class of your own may refuse to be cleared
+_kinds = OrderedDict,dict,list,set,deque,bytearray   # a class of your own may refuse to be cleared
 
 def _put(o, was):
     "Let `o` hold `was`"
@@ -155,6 +164,9 @@ def _put(o, was):
     elif isinstance(o, CellType):
         if was is o: del o.cell_contents   # it had no value yet
         else: o.cell_contents = was
+    elif _slots(type(o)):
+        for k in contents(o): object.__delattr__(o, k)
+        for k,v in was.items(): object.__setattr__(o, k, v)   # also of a frozen class
     else:
         kind = next(t for t in _kinds if isinstance(o, t))
         kind.clear(o)
@@ -166,6 +178,7 @@ def is_as(o, was):
     if is_generator(o):
         now = contents(o)
         return torch.equal(now, was) if isinstance(now, Tensor) else pickle.dumps(now)==pickle.dumps(was)
+    if _slots(type(o)): o,was = ([*d, *d.values()] for d in (contents(o),was))
     return o==was if isinstance(o, set) else len(o)==len(was) and all(map(is_, o, was))
 
 # %% ../nbs/state.ipynb #3f0a6c13

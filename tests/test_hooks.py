@@ -2,6 +2,7 @@
 
 Blocks and slices that run again see what the first run saw. Each case is as plain training, or refused by name."""
 import pytest
+from dataclasses import dataclass
 from functools import lru_cache
 from nets import *
 from fastai_accum.all import *
@@ -19,10 +20,13 @@ def net(norm=False):
 
 def fit(*cbs, make=net): return train(cbs, 16, 48, lambda l: l.fit(3), model=make, opt_func=SGD, lr=.1, **one_group)
 
+@dataclass(slots=True)
+class Slots: n:int = 0
+
 class Hooked(Callback):
     "Inside of a block"
     def before_fit(self):
-        self.n,self.s,self.t = 0,1.,torch.ones(8).double()
+        self.n,self.s,self.t,self.bytes,self.slots = 0,1.,torch.ones(8).double(),bytearray(1),Slots()
         self.g,self.r = torch.Generator().manual_seed(3),random.Random(1)
         self.h = self.model[1][0].register_forward_hook(self.f)
     def before_batch(self): self.p,self.done,self.fs = torch.arange(len(self.y)).roll(3),False,[]
@@ -34,6 +38,8 @@ def once(self, o):
 def running(self, o): self.s = .9*self.s+.1*float(o.detach().abs().mean()); return o/self.s
 def in_place(self, o): self.t.mul_(.9).add_(.1*o.detach().abs().mean(0)); return o/self.t
 def counts(self, o): self.n += 1; return o*(1+.01*self.n)
+def in_slots(self, o): return counts(self.slots, o)
+def in_bytes(self, o): self.bytes[0] += 1; return o*(1+.01*self.bytes[0])
 def keeps(self, o): self.o = o
 def lists(self, o): self.fs.append(o)
 def mean(self, o): self.mu = o.detach().mean()
@@ -48,7 +54,7 @@ hooked_by = dict(   # what a callback does with what a block returns, and who re
     running=(hooked(running), slices_refuse),
     in_place=(hooked(in_place), dict(checkpointing=Refused, **slices_refuse)),
     in_the_loss=(hooked(mean, **penalty(lambda self: 1+self.mu.abs())), slices_refuse),
-    once=(hooked(once), {}), counts=(hooked(counts), {}),
+    once=(hooked(once), {}), **{f.__name__:(hooked(f), {}) for f in (counts,in_slots,in_bytes)},
     noise=(hooked(lambda self, o: o+.1*torch.randn(8, generator=self.g, dtype=o.dtype)), {}),
     noise_of_rows=(hooked(lambda self, o: o+.1*torch.randn(o.shape, generator=self.g, dtype=o.dtype)),
                    dict(coupled=Refused)),
