@@ -82,7 +82,7 @@ def micro_batch(self:Learner,
     """Cut each batch of the loader into slices, and make one step for each batch
 
     Example: `learn.micro_batch(16).fine_tune(3)`, which is exact for a model without batch norm and dropout.
-    With `exact=True` for all models; this is slow (15 times on an H200) and needs RAM.
+    With `exact=True`, with them too; with batch norm this is slow (15 times on an H200) and needs RAM.
     It adds a `MicroBatch`, in place of an earlier one, and takes its arguments.
     https://fastai-accum.github.io/fastai_accum/howto/split_batches.html"""
     cb = MicroBatch(bs, **kwargs)
@@ -339,7 +339,9 @@ def retry(self:MicroBatch, learn, run, seen=(), undo=None):
 @patch
 def halve(self:MicroBatch, learn, seen, e):
     "Make slices half as large, because of the error `e`"
-    if self.size==1: _give_up(e, "even with one sample at a time; try GradientCheckpointing")
+    if self.size==1:
+        more = 'take smaller images or shorter texts' if self.exact else 'try GradientCheckpointing'
+        _give_up(e, f'even with one sample at a time; {more}')
     if any(versions(b)!=was for b,was in seen):
         _give_up(e, "and something has changed the batch in place; pass a bs, or change a copy")
     self.fits[learn.training] = -(-self.size//2)
@@ -358,7 +360,11 @@ def say_size(self:MicroBatch, learn, n):
 @patch
 def add_hint(self:MicroBatch, e):
     "Say in the error `e` what to do"
-    if self.n and self.size<self.n and isinstance(e, _of_users) and not re.search('MicroBatch|1 value per', str(e)):
+    if not self.n or self.size>=self.n: return
+    if is_out_of_memory(e):
+        more = 'take a smaller bs' if self.size>1 else 'try GradientCheckpointing'
+        e.add_note(f'MicroBatch: memory ran out in slices of {self.size}; {more}')
+    elif isinstance(e, _of_users) and not re.search('MicroBatch|1 value per', str(e)):
         e.add_note(f"MicroBatch: this came while a batch of {self.n} samples was cut into slices of {self.size}. If "
                    "rows belong together, such as triplets or pairs, a slice must not cut a group: let bs be a "
                    "multiple of its size")

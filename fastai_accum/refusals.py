@@ -126,7 +126,7 @@ def arguments(cb, cls=None):
     pars = inspect.signature((cls or type(cb)).__init__).parameters.values()
     args = {o.name:getattr(cb, o.name) for o in pars if getattr(cb, o.name, o.default)!=o.default}
     # the name of a function
-    return ', '.join(f"{k}={getattr(v, '__name__', None) or repr(v)}" for k,v in args.items())
+    return ', '.join(f"{k}={getattr(v, '__name__', repr(v)).replace('<lambda>', '...')}" for k,v in args.items())
 
 def as_line(cb, learn='learn'):
     "The line that adds a callback like `cb` to `learn`"
@@ -220,32 +220,36 @@ def or_nothing(n):
     "The remedy to do nothing, in a list, where batch norm sees `n` samples; the points are those of `benchmarks/cifar.py`"
     if n==1: return []   # nobody has measured it
     cost = '2.5 points of accuracy with 4 samples, 6.5 with 2' if n and n<8 else '0.3 points of accuracy with 8 samples'
-    return [f'or do nothing: on CIFAR-10 that cost {cost}, and `BatchNormEval` 4.2 '
+    return [f'or do nothing: on CIFAR-10 that cost {cost}, and to freeze batch norm (`BatchNormEval`) 4.2 '
             '(https://fastai-accum.github.io/fastai_accum/experiments.html)']
 
-def whole_lines(cbs, bs=None, saves=True, cut=None):
+def window_size(acc, bs):
+    "The samples of a full window of `acc` with batches of `bs`, if they are known; `n_samples` ends it after a whole batch"
+    n = acc.n_samples
+    if isinstance(acc.n_step, int): return bs and bs*acc.n_step
+    return -(-n//bs)*bs if bs and isinstance(n, int) else n
+
+def whole_lines(cbs, bs=None, savers=('GradientCheckpointing','OffloadActivations'), cut=None):
     """Lines for the training of the whole batch, in place of the windows of `cbs` with batches of `bs`; the fast one first
 
-    `saves`: whether checkpointing serves; `cut`: the line with `micro_batch` that does, or `None`"""
+    `savers`: the callbacks that serve; `cut`: the line with `micro_batch` that does, or `None`"""
     windows = L(cbs).filter(makes_windows).sorted('cuts')
     acc = first(o for o in windows if not o.cuts)
-    has = any(is_a(o, 'GradientCheckpointing') for o in cbs)
-    if acc and any(getattr(o, 'exact', False) for o in windows): windows,saves,cut = windows[:1],False,None
-    n = acc and (bs*acc.n_step if bs and isinstance(acc.n_step, int) else acc.n_samples)
+    if acc and any(getattr(o, 'exact', False) for o in windows): windows,savers,cut = windows[:1],(),None
+    n,of = acc and window_size(acc, bs),' and '.join(map(str, windows))
     large = f'batches of {n}' if isinstance(n, int) else 'the large batch'
-    of = ' and '.join(map(str, windows))
-    load = f'load {large} in place of {of}' if acc else f'leave out {of}'
-    def write(line): return f'{load}, and write `{line}`' if acc else f'write `{line}`'
-    if not saves: return [write(cut) if cut else load]*bool(cut or acc)
-    fast = f'{load}, if memory allows: you have GradientCheckpointing' if has else write('learn.gradient_checkpointing()')
-    if windows and not (has or acc): fast = f'in place of {of}, {fast}'
-    if not cut: return [fast]
-    savers = [type(o).__name__ for o in cbs if is_a(o, 'InRoom')]   # of memory
-    is_exact,instead = 'exact' in cut,'add' if savers else 'write in its place'
-    if is_exact: instead = f"write in place of {' and '.join(savers) or 'both'}"
-    waits = is_exact and 'OffloadActivations' not in savers
-    return [fast, *['if that does not fit on the GPU, add `learn.offload_activations()`']*waits,
-            f"if {'not even that fits' if waits else 'that does not fit'}, {f'load {large} and '*bool(acc)}{instead} `{cut}`"]
+    load = f'load {large} in place of {of}' if acc else f'leave out {of}'*bool(windows)
+    there = [type(o).__name__ for o in cbs if is_a(o, 'InRoom')]
+    new = [f'`learn.{_methods[k]}()`' for k in savers if not any(is_a(o, k) for o in cbs)]
+    if not (there or new): return [', and '.join([load]*bool(load) + [f'write `{cut}`']*bool(cut))]*bool(cut or acc)
+    is_kept = not new or any(is_a(o, 'GradientCheckpointing') for o in cbs)
+    more = new if is_kept else new[1:]
+    head = f"keep {' and '.join(there)}" if is_kept else f'write {new[0]}'
+    res = [f'{load}, and {head}' if load else head, *[f'if that does not fit on the GPU, add {o}' for o in more]]
+    instead = 'write in place of both' if len(there+new)>1 else 'write in its place'
+    if there and cut and 'exact' not in cut: instead = 'add'
+    last = f"if {'not even that fits' if more else 'that does not fit'}, {f'load {large} and '*bool(acc)}{instead} `{cut}`"
+    return res+[last]*bool(cut)
 
 def as_list(lines):
     "The remedies `lines` as text, each with its mark, and the code at its end on a line of its own"
@@ -260,11 +264,11 @@ def note_batch_norm(acc, learn):
     cut = first(o for o in learn.cbs if makes_windows(o) and o.cuts and not o.exact)
     part = cut and (cut.fits.get(True) if cut.bs=='auto' else cut.bs)
     if part and part>=(bs or math.inf): part = None   # nothing is cut
-    n = bs*acc.n_step if bs and isinstance(acc.n_step, int) else acc.n_samples
+    n = window_size(acc, bs)
     if not part and (acc.n_step==1 or isinstance(n, int) and n<=(bs or 0)): return   # a window is a batch
     _noted.add(learn)
     exact = copy(cut)
-    if cut: vars(exact).update(coupled=False, exact=True)
+    if cut: vars(exact).update(coupled=False, exact=True, weight=None)
     exact = as_line(exact) if cut else f"learn.micro_batch({f'{bs}, '*bool(bs)}exact=True)"
     sees = {0:'one micro-batch', 1:'one sample'}.get(part or bs or 0, f'{part or bs} samples')
     if any(hasattr(m, 'bptt') for m in learn.model.modules()): exact = None   # it refuses texts of unlike lengths

@@ -315,21 +315,21 @@ cases = dict(
     recomputed=(lambda: again(True), 'dropout 0.m.1'), recomputed_too=(lambda: again(False), 'dropout 0.m.1'),
     in_odd_modes=(in_odd_modes, 'batch norm 1, dropout 2'),
     blocks=(lambda: blocks(AccumulateStep(2)), 'batch norm 0.1, dropout 0.3',
-            'in place of AccumulateStep, and write `learn.gradient_checkpointing()`\n'
+            'load batches of 16 in place of AccumulateStep, and write `learn.gradient_checkpointing()`\n'
             'if that does not fit on the GPU, add `learn.offload_activations()`\n'
             'if not even that fits, load batches of 16 and write in place of both `learn.micro_batch('),
     checkpointing=(lambda: blocks(AccumulateStep(2), GradientCheckpointing()), 'batch norm 0.1, dropout 0.3',
-                   'load batches of 16 in place of AccumulateStep, if memory allows: you have GradientCheckpointing\n'
+                   'load batches of 16 in place of AccumulateStep, and keep GradientCheckpointing\n'
                    'if that does not fit on the GPU, add `learn.offload_activations()`\n'
-                   'if not even that fits, load batches of 16 and write in place of GradientCheckpointing '
+                   'if not even that fits, load batches of 16 and write in place of both '
                    '`learn.micro_batch(8, exact=True)`'),
     cut_and_checkpointing=(lambda: blocks(MicroBatch(4), GradientCheckpointing()), 'batch norm 0.1, dropout 0.3',
-                           'leave out MicroBatch, if memory allows: you have GradientCheckpointing\n'
+                           'leave out MicroBatch, and keep GradientCheckpointing\n'
                            'if that does not fit on the GPU, add `learn.offload_activations()`\n'
-                           'if not even that fits, write in place of GradientCheckpointing '
+                           'if not even that fits, write in place of both '
                            '`learn.micro_batch(4, exact=True)`'),
     offloading=(lambda: blocks(AccumulateStep(2), OffloadActivations()), 'batch norm 0.1, dropout 0.3',
-                'if that does not fit, load batches of 16 and write in place of OffloadActivations '
+                'if that does not fit, load batches of 16 and write in place of both '
                 '`learn.micro_batch(8, exact=True)`'),
     rmse=(lambda: learner(loss=rmse, y=targets()), 'loss rmse'),
     masked=(lambda: learner(loss=masked), 'loss masked'), one_of_64=(one_of_64, 'loss masked'),
@@ -386,7 +386,7 @@ cases = dict(
     centre_and_norm=(lambda: in_order(MicroBatch(4, exact=True), model=net(centre(), bn()), bs=16),
                      'batch norm 2, unknown 1', ''),
     root=(lambda: learner(Made(lambda m, x: m.b(centred(m.a(x))), a=nn.Linear(6,5), b=nn.Linear(5,3)).double()),
-          'unknown Made', 'keep the'),
+          'unknown Made', 'write `learn.offload_activations()`'),
     texts=(texts, 'batch norm 1.layers.0.0, dropout 0.module.encoder_dp', 'Pass seq_len='))
 
 def moves_small(cb):
@@ -396,7 +396,7 @@ def moves_small(cb):
 def lines_of(o): return re.findall('`(learn[.].*?[)])`', o.remedy.partition('do nothing')[0])
 
 advice = {'callback':'let it act in `before_step`, where the gradient is that of the window',
-          'batch norm':'`BatchNormEval` 4.2', 'dropout':'do nothing', 'unknown':'rewrite the module',
+          'batch norm':'(`BatchNormEval`) 4.2', 'dropout':'do nothing', 'unknown':'rewrite the module',
           'loss':'`weight=`, a function (pred, *yb) that returns', 'backward':'add to the gradients that are there'}
 
 @pytest.mark.parametrize('case', cases)
@@ -441,7 +441,7 @@ def test_says_what_the_training_does(k):
     assert rel(trained(learn), large)[0]>1e-6
     assert [(o.kind,o.where) for o in check.causes]==[('backward',k)]
     assert 'in place of AccumulateStep, and write `learn.gradient_checkpointing()`' in check.causes[0].remedy
-    assert 'write in its place `learn.micro_batch(4, coupled=True)`' in check.causes[0].remedy
+    assert 'write in place of both `learn.micro_batch(4, coupled=True)`' in check.causes[0].remedy
     close(trained(make(MicroBatch(4, coupled=True), bs=16)), large)
 
 def chain(*cbs): return learner(normed(nn.Dropout(.3)), cbs=cbs, shuffle=False)
@@ -649,7 +649,7 @@ shown = dict(
              'the error is'),
     cuts_nothing=(lambda: learner(net(bn()), cbs=MicroBatch(8)), f'{whole}, since the bs of MicroBatch',
                   'with MicroBatch(bs=4) as an example'),
-    two=(lambda: blocks(AccumulateStep(2)), 'dropout: ', '\n  -> as above\n  -> or do nothing: other dropout masks'),
+    two=(lambda: blocks(AccumulateStep(2)), 'dropout: ', '\n  -> as for batch norm\n  -> or do nothing: other dropout masks'),
     advice=(lambda: in_order(AccumulateStep(4), Late(lambda o: True)), '\n  -> or load batches of'),
     no_number=(lambda: in_order(AccumulateStep(2), loss=nan_in_parts, bs=8),
                'NaN or infinite in the place of the gradient'),

@@ -33,7 +33,7 @@ def normed(*cbs):
 
 @pytest.mark.parametrize('cbs,sees,line', [
     ([MicroBatch(2)], 'MicroBatch(bs=2): batch norm sees 2 samples',
-     'in place of MicroBatch, write\n     learn.gradient_checkpointing()\n'
+     'leave out MicroBatch, and write\n     learn.gradient_checkpointing()\n'
      '  -> if that does not fit on the GPU, add\n     learn.offload_activations()\n'
      '  -> if not even that fits, write in place of both\n     learn.micro_batch(2, exact=True)\n  -> or do nothing'),
     ([MicroBatch(2, coupled=True)], 'sees 2 samples', 'write in place of both\n     learn.micro_batch(2, exact=True)'),

@@ -44,11 +44,13 @@ class Cause(NamedTuple):
 # %% ../../nbs/know/check.ipynb #fb7b5acd
 def each_once(causes):
     "The remedies of `causes` as lists of lines, for who reads one after the other"
-    res,said = [],set()
-    for whole in [o.remedy.splitlines() for o in causes]:
-        lines = list(dict.fromkeys('as above' if o in said else o for o in whole))
-        res.append(lines[:1]+[o if o.startswith(('if ','or ')) else f'or {o}' for o in lines[1:]])
-        said.update(whole)
+    res,said = [],{}
+    for c in causes:
+        lines = c.remedy.splitlines()
+        new = list(dict.fromkeys(f'as for {said[o]}' if o in said else o for o in lines))
+        res.append(new[:1]+[o if o.startswith(('if ','or ')) else f'or {o}' for o in new[1:]])
+        name = c.kind if c.kind in ('batch norm','dropout','loss','backward') else c.where
+        said = {**dict.fromkeys(lines, name), **said}
     return res
 
 class Check(NamedTuple):
@@ -163,9 +165,10 @@ def remedy(bench, kind, on):
     "What to write, one a line: what is seen to mend it, and advice; nothing for a learner that is right"
     if not bench.is_own: return ''
     if kind=='needless callback': return _advice[kind]
-    saves,cut,large = False,None,bench.whole[0]
-    with suppress(Exception):   # such as a model without blocks
-        saves = kind!='loss' and bench.error(on, (large,bench.savers or [GradientCheckpointing()]))<=bench.tol
+    savers,cut,large = ['OffloadActivations'],None,bench.whole[0]
+    with suppress(Exception):   # such as a model without blocks, or a compiled one
+        GradientCheckpointing().found(bench.learn)
+        if bench.error(on, (large,bench.savers or [GradientCheckpointing()]))<=bench.tol: savers[:0] = ['GradientCheckpointing']
     for k in bench.ways:
         cb = MicroBatch(bench.size, split=getattr(bench.cut, 'split', None), **{k:True})
         # `exact` keeps all activations on the host already
@@ -173,17 +176,15 @@ def remedy(bench, kind, on):
         try:
             if bench.error(on, (large,[cb,*beside]))>bench.tol: continue
             prove(bench, cb, without)
-            cb.bs = bench.yours or max(1, bench.size//2)
+            is_auto = bench.cut and bench.cut.bs=='auto'
+            cb.bs = 'auto' if is_auto else bench.yours or max(1, bench.size//2)
             cut = as_line(cb)
             break
         except Refused as e: bench.refused.add(f'`learn.micro_batch({k}=True)` does not work here: {said(e)}.')
         except Exception: pass   # whatever the learner's own code raises, there is other advice
-    whole = whole_lines(bench.cbs, bench.loaded, saves, cut) if saves or cut else []
+    whole = whole_lines(bench.cbs, bench.loaded, savers, cut)
     advice = or_nothing(bench.yours) if kind=='batch norm' else [v for k,v in _advice.items() if k==kind]
-    lines = advice+whole if kind in ('callback','early step','loss') else whole+advice
-    if not whole and (kind=='unknown' or not lines):
-        lines.append('keep the large batch in memory'+', with `learn.offload_activations()`'*(not bench.savers))
-    return '\n'.join(lines)
+    return '\n'.join(advice+whole if kind in ('callback','early step','loss') else whole+advice)
 
 # %% ../../nbs/know/check.ipynb #c4000005
 def prove(bench, cb, without=()):

@@ -223,9 +223,9 @@ class Fits(NamedTuple):
         "The suggestion, or what to do without one"
         best,budget = self.best,as_text(self.budget)
         if best:
-            what = 'With this line, it fits' if best.line else 'It fits as it is'
-            keeps = 'the same training' if best.is_same else best.changes
-            return f'{what}: {as_text(best.peak)} of {budget}{best.in_ram}, {keeps}'
+            takes = f'{as_text(best.peak)} of {budget}{best.in_ram}'
+            if not best.line: return f'It fits as it is: {takes}'
+            return f"With this line, it fits: {takes}, {'the same training' if best.is_same else best.changes}"
         said = f'Nothing that was tried fits in {budget}'
         least = min((o for o in self.ways if o.peak), key=attrgetter('peak'), default=None)
         if least: said += f': `{least.line or "learn"}` takes the least, {as_text(least.peak)}'

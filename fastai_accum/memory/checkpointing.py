@@ -18,7 +18,7 @@ from ..proof.guard import guard
 from ..refusals import is_validation,named,warn
 from ..state import Held,ModelState,everybodys,lent
 from ..turns import Recompute,Saved
-from .offload import InRoom,check_room,is_plain
+from .offload import InRoom,check_room,is_plain,n_bytes
 import fastai_accum.core   # its `all_batches` opens `around_batches`
 
 # %% ../../nbs/memory/checkpointing.ipynb #15266904
@@ -43,7 +43,7 @@ class GradientCheckpointing(InRoom):
         if not (blocks is None or is_f or isinstance(blocks, (list,tuple,L))):
             raise ValueError("GradientCheckpointing: blocks must be a list of modules, a function "
                              "module -> bool such as risinstance(MyBlock), or None, "
-                             f"got {_short(blocks)}")
+                             f"got {_short(blocks)}" + f'; write room={blocks!r}'*bool(n_bytes(blocks)))
         self.blocks = blocks if blocks is None or is_f else list(blocks)
         self.room = check_room('GradientCheckpointing', room)
 
@@ -245,7 +245,7 @@ def found(self:GradientCheckpointing, learn):
         how = 'found no blocks in' if blocks is None else 'blocks selects no module of'
         raise ValueError(f"GradientCheckpointing: {how} the model {type(model).__name__}; "
                          "pass blocks=[...], a list of modules, or blocks=f, a function "
-                         "module -> bool, such as risinstance(MyBlock)")
+                         "module -> bool, such as risinstance(MyBlock); or write learn.offload_activations()")
     if blocks is not None: _check_apart(res)
     return res
 
@@ -274,4 +274,4 @@ def _check(model):
     for k,m in model.named_modules():
         kind = first(o for o,f in kinds.items() if f(m))
         if kind: raise ValueError(f"GradientCheckpointing: {k or 'the model'} is {kind}, so its blocks cannot "
-                         f"be replaced; train the model that is not {kind}")
+                         f"be replaced; train the model that is not {kind}, or write learn.offload_activations()")
