@@ -44,7 +44,7 @@ class WindowCallback(Callback):
     n_samples = average = drop_last = weight = None
     window = None                      # the window that runs
     counts = Counts()                  # what this fit has done, or the last one
-    scale = None                       # what losses are divided by in this fit
+    scale = None                       # what losses are divided by in this fit, if all its windows share that
     left_out = False                   # whether a loss of weight 0 was left out
     floor = None                       # the c of a loss that divides by max(c, n)
     last_loss = None                   # the mean loss of the last window
@@ -466,13 +466,12 @@ def backward(self:Window, f):
 
 @patch
 def scale_for(self:Window, divisor):
-    "What losses are divided by: one constant a fit, about the weight of a full window"
+    "What losses are divided by: about the weight of this window, as a backward pass may clamp; `acc.scale`, if it is set"
     acc,epoch = self.acc,self.epoch
     if not epoch.averages: return 1
     is_alone = self.n_micro==1 and self.is_last
     if is_alone and not epoch.group.synced: return divisor   # nothing is scaled: it is plain fastai
-    if acc.scale is None: acc.scale = divisor*epoch.windows.expected/max(self.micro.n, 1)
-    return acc.scale
+    return acc.scale or divisor*epoch.windows.expected/max(self.micro.n, 1)
 
 # %% ../nbs/loop.ipynb #03e5419d
 @patch

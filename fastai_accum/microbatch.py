@@ -20,7 +20,7 @@ from .proof.guard import guard
 from .proof.compare import Way
 from .turns import Coupled,Hidden,Plain
 from .private import compiled_in_place
-from .state import Held,ModelState,State,everybodys,lent,owners,refuse_lazy,switches,with_memory
+from .state import Held,ModelState,State,everybodys,lent,owners,reach,refuse_lazy,switches,with_memory
 from .devices import Autocast,accelerators,free_memory,is_out_of_memory
 from .slices import count_rows,cut_in,even_sizes,is_array,is_clear,join,versions
 from .windows import batch_size,made_of,n_of
@@ -96,7 +96,7 @@ def begin(self:MicroBatch):
     WindowCallback.begin(self)
     if is_validation(learn): return
     self.warned,self.kept,self.guarded,self.can_change = False,None,set(),None
-    if self.shows_whole: refuse_lazy('MicroBatch', learn.model)
+    if self.shows_whole or self.bs=='auto': refuse_lazy('MicroBatch', learn.model)
     # the loader of texts knows their lengths
     if self.exact: refuse_long(learn.model, getattr(learn.dls.train, 'res', ()))
     if hasattr(get_model(learn.model), 'reset') and not Hidden(learn.model.modules()).ms:
@@ -281,11 +281,16 @@ def cut_inputs(self:MicroBatch, learn, xb, bs=None):
 def what_retries_change(learn, metrics):
     "The list of what a window of `learn` can change before its step: of the model, of the loss, of callbacks, of `metrics`"
     others = [o for o in learn.cbs if not hasattr(type(o), 'around_batches')]   # ours know by themselves
-    return Held(lambda: [learn.model, *owners([learn.loss_func]), *others, *metrics], generators=everybodys(learn.model))
+    def roots():
+        more = [*owners([learn.loss_func]), *others, *metrics]
+        return [learn.model, *more, *filter(risinstance(nn.Module), reach(*more))]   # a teacher with all of its modules
+    return Held(roots, generators=everybodys(learn.model))
 
 def way_back(learn, acc, held, grads):
     "A function that puts back what a window of `learn` changes before its step"
-    state = State(held.now(), with_memory(held.arrays()), held.generators)
+    stepped = {*map(id, learn.model.parameters())}   # which move in the step only
+    more = [v for v in held.now().values() if type(v) is nn.Parameter and id(v) not in stepped]
+    state = State(held, with_memory([*held.arrays(), *more]), held.generators)
     autocast,kept = Autocast(),(acc.scale,acc.counts.n_micro)
     def restore():
         grads.clear()

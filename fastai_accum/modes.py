@@ -109,8 +109,9 @@ def _some(func, o, *args, **kwargs):
 # %% ../nbs/modes.ipynb #1e84cf5a
 def _half(a): return a['self'] if a.get('p') is None else a['p']
 _middle = dict(
-    bernoulli=_half, exponential=lambda a: 1/a['lambd'], normal=lambda a: a['mean'],
-    uniform=lambda a: (a['from']+a['to'])/2, randn=lambda a: 0,
+    bernoulli=_half, exponential=lambda a: 1/a['lambd'], normal=lambda a: a['mean']+.5*a['std'],
+    uniform=lambda a: (a['from']+a['to'])/2,
+    randn=lambda a: .5,   # so that what it is multiplied with shows
     rand=lambda a: .5+_falls(a['self'] if 'self' in a else torch.empty(a['size'])),
     randint=lambda a: ((a.get('low') or 0)+a['high'])//2,
     # a slice has other partners than the batch, but the same channels
@@ -121,7 +122,7 @@ def _falls(x):
     return 1e-14*torch.linspace(1, .5, len(x), dtype=torch.float64).view(-1, *[1]*(x.ndim-1)) if x.ndim else 0.
 
 def middle(func, name, args, kwargs):
-    "The middle of the range; operations that are not listed draw"
+    "The middle of the range, or half a standard deviation; operations that are not listed draw"
     fills,name = name.endswith('_'),re.sub('(_like)?_?$', '', name)
     a = default_arguments(func)
     a.update(zip(list(a), args), **kwargs)

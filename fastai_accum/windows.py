@@ -171,7 +171,8 @@ def fill(self:Windows, batches, size):
     n_here = 0   # samples or batches so far
     self.is_full = False
     for b,n in batches:
-        self.expected = size if self.by_samples else size*n
+        if not n_here: left = max(n, self.n-self.n_samples+n) if self.n else math.inf
+        self.expected = min(size if self.by_samples else size*n, left)
         n_here += n if self.by_samples else 1
         self.is_full = n_here>=size
         is_tail = self.n_drawn==self.n_batches and not self.drop_last

@@ -305,6 +305,9 @@ def dropout_that_begins_later():
     m.train = lambda mode=True: (nn.Module.train(m, mode), m.drop.eval())[0]
     return m
 
+rows('noise of a size that the batch decides', C, noise_of_the_batch=(
+    one(lambda m, h: h+.3*h.detach().std()*torch.randn_like(h)), 'gives other values'))
+
 # ---- controls
 
 odd_draws = 'draws in an odd way, and right'

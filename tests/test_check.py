@@ -8,6 +8,7 @@ from fastai_accum.core import accumulation_settings
 from fastai_accum.know.what_fits import peak_bytes
 from torch.optim.lr_scheduler import ExponentialLR,OneCycleLR
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader as TorchLoader
 from torchvision.ops import stochastic_depth
 
 def bn(): return nn.BatchNorm1d(5)
@@ -244,6 +245,12 @@ def longest(lengths, loss=lambda p,y: F.cross_entropy(p.flatten(0, 1), y.flatten
     items = list(zip(features(64, 48).view(64,8,6), torch.randint(0, 3, (64,8)), lengths))
     return in_order(AccumulateStep(2), items=items, create_batch=to_the_longest, loss=loss, **kwargs)
 
+def padded_by_pytorch():
+    learn = longest([5]*8+[3]*4+[8]*52)
+    dl = TorchLoader(learn.dls.train.dataset, batch_size=learn.dls.train.bs, collate_fn=to_the_longest)
+    learn.dls = DataLoaders(dl, dl, device='cpu')
+    return learn
+
 # ---- what has no cause
 
 clean_ones = dict(
@@ -352,6 +359,11 @@ cases = dict(
         epochs=lambda o: o.epoch>2, steps=lambda o: o.train_iter>200, share=lambda o: o.pct_train>.9).items()},
     later_beside_a_norm=(lambda: in_order(AccumulateStep(4), Late(lambda o: o.epoch), model=net(bn())),
                          'batch norm 1, callback Late'),
+    # at the first step, a teacher is the model
+    taught=(lambda: in_order(AccumulateStep(4), Taught('before_batch')), 'augmentation Taught', ''),
+    taught_late=(lambda: in_order(AccumulateStep(4), Taught('after_step'), loss=nn.CrossEntropyLoss(
+        weight=tensor([1.,2,5]).double())), 'callback Taught', ''),
+    padded_by_pytorch=(padded_by_pytorch, 'unknown Sequential', ''),
     partners_by_sorting=(lambda: learner(net(mixed(order=lambda n: torch.rand(n).argsort()))), 'unknown 1', ''),
     partners_by_number=(lambda: learner(net(mixed(order=lambda n: torch.randint(n, (n,))))), 'unknown 1', ''),
     partners=(lambda: learner(net(mixed())), 'unknown 1', ''),
@@ -467,6 +479,13 @@ class Average(Callback):
     def before_fit(self): self.own = deepcopy(self.model)
     def after_step(self):
         for a,b in zip(self.own.parameters(), self.model.parameters()): a.data.lerp_(b.data, .5)
+class Taught(Callback):
+    "Has a teacher, which follows the weights at the event `at`"
+    def __init__(self, at): setattr(self, at, self.move)
+    def before_fit(self): self.own = deepcopy(self.model).requires_grad_(False)
+    def move(self):
+        for a,p in zip(self.own.parameters(), self.model.parameters()): a.data.lerp_(p.data, .3*self.training)
+    def after_loss(self): self.learn.loss_grad = self.loss_grad+F.mse_loss(self.pred, self.own(self.x))
 class Away(Callback):
     def before_fit(self): self.run = not hasattr(self, 'gather_preds')
 class AwayToo(Callback):
@@ -649,7 +668,7 @@ shown = dict(
              'the error is'),
     cuts_nothing=(lambda: learner(net(bn()), cbs=MicroBatch(8)), f'{whole}, since the bs of MicroBatch',
                   'with MicroBatch(bs=4) as an example'),
-    two=(lambda: blocks(AccumulateStep(2)), 'dropout: ', '\n  -> as for batch norm\n  -> or do nothing: other dropout masks'),
+    two=(lambda: blocks(AccumulateStep(2)), '\n  -> as for batch norm\n  -> or do nothing: other dropout masks'),
     advice=(lambda: in_order(AccumulateStep(4), Late(lambda o: True)), '\n  -> or load batches of'),
     no_number=(lambda: in_order(AccumulateStep(2), loss=nan_in_parts, bs=8),
                'NaN or infinite in the place of the gradient'),

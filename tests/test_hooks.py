@@ -43,6 +43,7 @@ def in_bytes(self, o): self.bytes[0] += 1; return o*(1+.01*self.bytes[0])
 def keeps(self, o): self.o = o
 def lists(self, o): self.fs.append(o)
 def mean(self, o): self.mu = o.detach().mean()
+def rate(self): self.opt.set_hyper('lr', .1*float(self.mu.abs()))
 def penalty(f):
     def after_loss(self):
         if self.training: self.learn.loss_grad = self.loss_grad*f(self)
@@ -61,6 +62,7 @@ hooked_by = dict(   # what a callback does with what a block returns, and who re
     python=(hooked(lambda self, o: o*(1+self.r.random())), {}),
     keeps=(hooked(keeps, **penalty(lambda self: 1+self.o.mean(0).pow(2).sum())), {}),
     lists=(hooked(lists, **penalty(lambda self: 1+torch.cat(self.fs).mean(0).pow(2).sum())), {}),
+    read_by_a_step=(hooked(mean, after_step=rate), slices_refuse),
     looks=(hooked(mean), {}), rows=(hooked(lambda self, o: 1.2*o), {}))
 
 def at(f, event='before_batch', n=0):
@@ -122,6 +124,17 @@ def test_a_retry_puts_callbacks_back():
         def after_pred(self):
             self.m.mul_(.8).add_(.2*self.pred.detach().mean(0))
             self.learn.pred = self.pred-self.m
+    class Teacher(Callback):
+        "Has a batch norm, far inside, and weights that move before the step"
+        run_valid = False
+        def before_fit(self):
+            torch.manual_seed(1)
+            self.t = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(6,3), nn.BatchNorm1d(3)))).double()
+        def before_batch(self): self.t[0][0][0].weight.data.mul_(.9)
+        def after_loss(self): self.learn.loss_grad = self.loss_grad+F.mse_loss(self.pred, self.t(self.x))
+    a,b = [fit(MicroBatch(bs), Teacher(), make=lambda: limited(net(), most, backward=True))
+           for bs,most in (('auto',6),(4,99))]
+    close(*[[*l.model.parameters(), *l.teacher.t.state_dict().values()] for l in (a,b)])
     for kw in dict(coupled=True),dict(exact=True):
         cut = fit(MicroBatch(prove=False, valid=False, **kw), Ema(), make=lambda: limited(net(), 6, backward=True))
         assert_same(cut, fit(Ema(), make=lambda: limited(net(), 99)))

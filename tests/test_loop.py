@@ -72,12 +72,23 @@ def test_cancelled_micro_batches(which, event, order):
     n,left = a.accumulate_step.counts,sum(map(len, windows))
     assert (n.n_steps,n.n_stepped,n.n_thrown)==(len(b.spy.steps),left,76-left)
 
-def test_one_scale_a_fit():
-    "Whatever micro-batches weigh, losses are divided by one constant, in the second epoch, too"
-    seen,loss = [],nn.CrossEntropyLoss(weight=tensor([1.,5.,.2]).double())
-    note = Callback(after_backward=lambda cb: seen.append(cb.accumulate_step.scale))
-    make_learner(make_dls(76, 8), loss_func=loss, cbs=[AccumulateStep(4), note]).fit(2)
-    assert len(seen)==20 and len({*seen})==1
+def test_one_scale_a_window():
+    "Losses are divided by the samples of their window, a tail, too: a backward pass that clamps is the large batch's"
+    seen = []
+    note = Callback(after_backward=lambda cb: seen.append(cb.accumulate_step.window.scale))
+    make_learner(make_dls(76, 8), cbs=[AccumulateStep(4), note]).fit(2)
+    assert seen==([32]*8+[12]*2)*2
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6,5), Made(lambda m, x: Clamped.apply(x)), nn.Linear(5,3)).double()
+    for make in (lambda: AccumulateStep(4),lambda: AccumulateStep(n_samples=32),lambda: MicroBatch(8)):
+        same(make, bs=32 if isinstance(make(), MicroBatch) else 8, model=model)
+
+class Clamped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.view_as(x)
+    @staticmethod
+    def backward(ctx, g): return g.clamp(-.01, .01)
 
 # A window of one micro-batch is plain fastai to every callback: batches differ in size here, and classes are weighted
 

@@ -33,7 +33,7 @@ def test_the_middle_of_each_range():
         drawn = [torch.rand(1), torch.empty(1).uniform_(2, 4), torch.randint(2, 6, (1,)), torch.randn(1),
                  torch.empty(1).exponential_(4), torch.empty(1).normal_(3, 2), torch.bernoulli(torch.tensor([.25])),
                  F.dropout(torch.ones(1))]
-    assert [o.item() for o in drawn]==[.5, 3, 4, 0, .25, 3, .25, 1]
+    assert [o.item() for o in drawn]==[.5, 3, 4, .5, .25, 4, .25, 1]
 
 def test_hooks_of_callbacks_are_set_aside():
     class Seen(Callback):

@@ -88,7 +88,8 @@ in_step = 'It acts on each micro-batch. Act in `before_step`, which is exact.'
     limit('dropout', f'It draws other masks, with the same distribution. {same_with}', fit=once, opt_func=Adam,
           model=with_first(partial(nn.Dropout, .1), linear, partial(nn.Dropout, .3))),
     limit('a loss that compares samples, here RMSE', 'The mean of the RMSEs of the micro-batches is not the RMSE of '
-          f'the batch. {savers} and `MicroBatch(bs, coupled=True)` are exact.', loss=lambda: rmse, fit=once, opt_func=Adam),
+          f'the batch. {savers} and `MicroBatch(bs, coupled=True)` are exact.', loss=lambda: rmse, fit=once,
+          opt_func=Adam),
     limit('`weight=` that returns float32', 'The weight is rounded to float32. Return a Python number or float64.',
           1e-10, weight=lambda p, y: w[y].sum()*(1/3), loss=weighted, opt_func=Adam, lr=.02)])
 def test_differs(cb, weight, least, kwargs, works):

@@ -136,7 +136,8 @@ class Step(Callback):
         vars(learn)[own_backward] = partial(self.call, own)
         record.loss = learn.loss_func   # a callback may have set it
         if 'loss' not in self.on: learn.loss_func = plain_loss
-        self.own,self.start = {id(p) for p in self.model.parameters()},self.sizes()
+        self.own = {id(p) for p in self.model.parameters()}
+    def before_epoch(self): self.start = self.sizes()
     def before_batch(self):
         self.record.is_open = True
         self.seed += 'dropout' in self.on
@@ -188,7 +189,12 @@ class Early(Callback):
     order = -math.inf
     def __init__(self, record, late): store_attr()
     def before_epoch(self):
-        if self.late: self.learn.epoch,self.learn.train_iter = self.n_epoch-1,1000*(self.n_epoch-1)
+        if not self.late: return
+        self.learn.epoch,self.learn.train_iter = self.n_epoch-1,1000*(self.n_epoch-1)
+        g = torch.Generator().manual_seed(0)   # the weights have moved away from copies of them
+        for p in filter(is_floating, self.model.parameters()):
+            noise = torch.randn(p.shape, generator=g, dtype=torch.float64).to(p)
+            p.data += .03*p.data.norm()/max(1, p.numel())**.5*noise
     def before_step(self):
         found = [p.grad for p,_ in self.record.elsewhere.values()]   # callbacks may make them anew for each fit
         self.record.others = {f'elsewhere {i}':sketch(g) for i,g in enumerate(found) if g is not None}
@@ -317,9 +323,9 @@ def loaded(bench):
     if not n or not bench.acc or at and len(at)<2*n: return
     def shapes(b): return [o.shape for _,o in leaves(b)]
     with suppress(Exception):   # whatever a loader of your own raises, it cannot load other sizes
-        small = bench.drawn(min(8, len(at)//n) if at else 2, n, at)
+        small = bench.drawn(min(8, len(at)//n) if at else 8, n, at)
         i = next((i for i in range(0, len(small)-1, 2) if shapes(small[i])!=shapes(small[i+1])), 0)
-        large, = bench.drawn(1, 2*n, at and at[i*n:(i+2)*n])
+        large = bench.drawn(1 if at else i//2+1, 2*n, at and at[i*n:(i+2)*n])[-1]
         parts = small[i:i+2]
         if [n_of(bench.learn, b) for b in (*parts,large)]==[n,n,2*n]:
             yield large,parts,n,2,f'2 batches of {n} samples that the loader makes, and as one of {2*n},'

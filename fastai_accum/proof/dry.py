@@ -95,14 +95,23 @@ def values(model):
             if isinstance(v, _plain) or is_generator(v): yield at,v
 
 _acts = 'after_pred','after_loss','before_backward','before_step'
+_reads = 'before_batch','after_backward','after_step','after_batch'
+
+def _read(cb, k):
+    "Whether a method of the callback `cb` at an event reads what it holds as `k`"
+    fs = [getattr(cb, o) for o in _reads if hasattr(type(cb), o) or o in vars(cb)]
+    fs = [getattr(f, 'func', f) for f in fs]   # `Callback(after_step=f)`
+    return any(k in f.__code__.co_names for f in fs if not getattr(f, '__module__', 'fastai.').startswith('fastai.'))
 
 def kept_by_hooks(model):
-    "What hooks keep for later in the batch: tensors with a gradient, or all values if they are of a callback that acts there"
+    "What hooks keep for later in the batch: tensors with a gradient, or all values if their callback acts there, or reads it"
     for o in owners(hooks_of(model.modules())):
-        acts = isinstance(o, Callback) and any(hasattr(type(o), k) for k in _acts)
-        found = [x for k,v in items(o) for x in leaves(v, f'{type(o).__name__}.{k}') or [(f'{type(o).__name__}.{k}',v)]]
-        kinds = (Tensor,float) if acts else ()
-        yield from ((k,v) for k,v in found if isinstance(v, kinds) or isinstance(v, Tensor) and v.requires_grad)
+        is_cb = isinstance(o, Callback)
+        acts = is_cb and any(hasattr(type(o), k) or k in vars(o) for k in _acts)
+        for k,v in items(o):
+            kinds = (Tensor,float) if acts or is_cb and _read(o, k) else ()
+            found = leaves(v, f'{type(o).__name__}.{k}') or [(f'{type(o).__name__}.{k}',v)]
+            yield from (x for x in found if isinstance(x[1], kinds) or isinstance(x[1], Tensor) and x[1].requires_grad)
 
 # %% ../../nbs/proof/dry.ipynb #091bdd93
 # a prime number, so that no sum has the same ones again
