@@ -8,7 +8,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/refusals.html.md"""
 __all__ = ['scheduled', 'warn', 'NotProved', 'is_schedule', 'check_count', 'check_schedule', 'check_flags', 'check_function',
            'named', 'is_a', 'arguments', 'as_line', 'check_loader', 'makes_windows', 'is_validation', 'check_once',
            'check_learner', 'warn_left_out', 'check_loss', 'check_plan', 'check_size', 'splits_norms', 'or_nothing',
-           'whole_lines', 'as_list', 'note_batch_norm']
+           'window_size', 'whole_lines', 'as_list', 'note_batch_norm']
 
 # %% ../nbs/refusals.ipynb #16ecd46e
 import inspect,re,sys,warnings
