@@ -80,7 +80,8 @@ def is_generator(o): return _draws(type(o))
 @lru_cache(None)
 def _slots(t):
     "The names that `__slots__` gives to objects of the class `t` without a `__dict__`"
-    own = [c for c in t.__mro__ if '__slots__' in vars(c) and t.__dictoffset__==0]
+    if t.__dictoffset__ or issubclass(t, (*_apart,*_holders)): return []   # a list of your own is a list
+    own = [c for c in t.__mro__ if '__slots__' in vars(c)]
     return [k for c in own for k,v in vars(c).items() if isinstance(v, MemberDescriptorType)]
 
 @lru_cache(None)

@@ -192,9 +192,8 @@ class Early(Callback):
         if not self.late: return
         self.learn.epoch,self.learn.train_iter = self.n_epoch-1,1000*(self.n_epoch-1)
         g = torch.Generator().manual_seed(0)   # the weights have moved away from copies of them
-        for p in filter(is_floating, self.model.parameters()):
-            noise = torch.randn(p.shape, generator=g, dtype=torch.float64).to(p)
-            p.data += .03*p.data.norm()/max(1, p.numel())**.5*noise
+        for p in self.model.parameters():   # no mask or constant, and signs stay
+            if is_floating(p) and p.requires_grad: p.data *= 1+.1*torch.rand(p.shape, generator=g, dtype=torch.float64).to(p)
     def before_step(self):
         found = [p.grad for p,_ in self.record.elsewhere.values()]   # callbacks may make them anew for each fit
         self.record.others = {f'elsewhere {i}':sketch(g) for i,g in enumerate(found) if g is not None}

@@ -8,6 +8,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/proof/dry.html.md"""
 __all__ = ['planning', 'Dry', 'values', 'kept_by_hooks', 'sketch', 'off', 'Record', 'plain_loss', 'differences', 'first_unlike']
 
 # %% ../../nbs/proof/dry.ipynb #e731d2e8
+import inspect
 from contextlib import ExitStack
 from contextvars import ContextVar
 from fastai.basics import *
@@ -101,7 +102,8 @@ def _read(cb, k):
     "Whether a method of the callback `cb` at an event reads what it holds as `k`"
     fs = [getattr(cb, o) for o in _reads if hasattr(type(cb), o) or o in vars(cb)]
     fs = [getattr(f, 'func', f) for f in fs]   # `Callback(after_step=f)`
-    return any(k in f.__code__.co_names for f in fs if not getattr(f, '__module__', 'fastai.').startswith('fastai.'))
+    fs = [inspect.unwrap(f) for f in fs if not (getattr(f, '__module__', None) or 'fastai.').startswith('fastai.')]
+    return any(k in f.__code__.co_names for f in fs if hasattr(f, '__code__'))
 
 def kept_by_hooks(model):
     "What hooks keep for later in the batch: tensors with a gradient, or all values if their callback acts there, or reads it"
