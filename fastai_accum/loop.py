@@ -45,6 +45,7 @@ class WindowCallback(Callback):
     window = None                      # the window that runs
     counts = Counts()                  # what this fit has done, or the last one
     scale = None                       # what losses are divided by in this fit, if all its windows share that
+    per_sample = 0                     # the largest weight of a sample that a window of this fit began with
     left_out = False                   # whether a loss of weight 0 was left out
     floor = None                       # the c of a loss that divides by max(c, n)
     last_loss = None                   # the mean loss of the last window
@@ -136,7 +137,7 @@ def begin(self:WindowCallback):
     self.check()
     check_learner(self, learn)
     setattr(learn, self.name, self)   # fastai forgets it when it removes another of this name
-    vars(self).update(counts=Counts(), scale=None, last_loss=None, left_out=False, floor=None, told_few=False)
+    vars(self).update(counts=Counts(), scale=None, per_sample=0, last_loss=None, left_out=False, floor=None, told_few=False)
     if in_charge(learn) is not self: return
     if not hasattr(type(self), 'before_backward'): self.before_backward = self.own_loop
     windows = self.in_windows(learn, learn.dls.train)
@@ -471,7 +472,8 @@ def scale_for(self:Window, divisor):
     if not epoch.averages: return 1
     is_alone = self.n_micro==1 and self.is_last
     if is_alone and not epoch.group.synced: return divisor   # nothing is scaled: it is plain fastai
-    return acc.scale or divisor*epoch.windows.expected/max(self.micro.n, 1)
+    acc.per_sample = max(acc.per_sample, divisor/max(self.micro.n, 1))   # a first micro-batch may have few targets
+    return acc.scale or acc.per_sample*epoch.windows.expected
 
 # %% ../nbs/loop.ipynb #03e5419d
 @patch

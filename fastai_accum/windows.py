@@ -171,8 +171,10 @@ def fill(self:Windows, batches, size):
     n_here = 0   # samples or batches so far
     self.is_full = False
     for b,n in batches:
-        if not n_here: left = max(n, self.n-self.n_samples+n) if self.n else math.inf
-        self.expected = min(size if self.by_samples else size*n, left)
+        if not n_here or not self.expected:   # a first batch may be empty
+            left = self.n-self.n_samples+n if self.n else math.inf
+            full = -(-size//max(n, 1))*n if self.by_samples else size*n   # a window ends after a whole batch
+            self.expected = min(full, left) if left>=n else full   # `self.n` may be wrong
         n_here += n if self.by_samples else 1
         self.is_full = n_here>=size
         is_tail = self.n_drawn==self.n_batches and not self.drop_last
