@@ -310,6 +310,11 @@ rows('noise of a size that the batch decides', C, noise_of_the_batch=(
 
 # ---- controls
 
+tokens = 'turns channels into the last dimension: PyTorch mixes up the gradients of one such sample'
+
+@odd(tokens, E, G, to=controls, bn=lambda: nn.BatchNorm2d(2), lin=lambda: nn.Linear(2,2))
+def patches(m, h): return m.lin(m.bn(h.view(-1,2,2,2)).flatten(2).transpose(1,2)).tanh().flatten(1)
+
 odd_draws = 'draws in an odd way, and right'
 
 rows(odd_draws, E, G, to=controls, views_side_by_side=one(
