@@ -10,7 +10,7 @@ __all__ = ['MicroBatch']
 # %% ../nbs/microbatch.ipynb #cutt0004
 import gc
 from fastai.basics import *
-from .loop import WindowCallback,in_charge
+from .loop import WindowCallback,in_charge,parameters
 from .processes import Alone,processes
 from .refusals import *
 from .exact.whole import Exact,refuse_long
@@ -19,8 +19,8 @@ from .memory.offload import tell_if_here
 from .proof.guard import guard
 from .proof.compare import Way
 from .turns import Coupled,Hidden,Plain
-from .private import compiled_in_place
-from .state import Held,ModelState,State,everybodys,lent,owners,reach,refuse_lazy,switches,with_memory
+from .private import compiled_in_place,norms
+from .state import Held,ModelState,State,everybodys,lent,owners,refuse_lazy,switches,with_memory
 from .devices import Autocast,accelerators,free_memory,is_out_of_memory
 from .slices import count_rows,cut_in,even_sizes,is_array,is_clear,join,versions
 from .windows import batch_size,made_of,n_of
@@ -281,16 +281,15 @@ def cut_inputs(self:MicroBatch, learn, xb, bs=None):
 def what_retries_change(learn, metrics):
     "The list of what a window of `learn` can change before its step: of the model, of the loss, of callbacks, of `metrics`"
     others = [o for o in learn.cbs if not hasattr(type(o), 'around_batches')]   # ours know by themselves
-    def roots():
-        more = [*owners([learn.loss_func]), *others, *metrics]
-        return [learn.model, *more, *filter(risinstance(nn.Module), reach(*more))]   # a teacher with all of its modules
-    return Held(roots, generators=everybodys(learn.model))
+    return Held(lambda: [learn.model, *owners([learn.loss_func]), *others, *metrics], generators=everybodys(learn.model))
 
 def way_back(learn, acc, held, grads):
     "A function that puts back what a window of `learn` changes before its step"
-    stepped = {*map(id, learn.model.parameters())}   # which move in the step only
-    more = [v for v in held.now().values() if type(v) is nn.Parameter and id(v) not in stepped]
-    state = State(held, with_memory([*held.arrays(), *more]), held.generators)
+    stepped = {*map(id, parameters(learn))}   # which move in the step only
+    found = [v for v in held.now().values() if type(v) is nn.Parameter and v.is_floating_point()]
+    others = with_memory(p for p in found if id(p) not in stepped)
+    def sizes(): return [norms([p]) for p in others]   # a copy of a teacher may be what does not fit
+    state,was = State(held, with_memory(held.arrays()), held.generators),sizes()
     autocast,kept = Autocast(),(acc.scale,acc.counts.n_micro)
     def restore():
         grads.clear()
@@ -299,6 +298,9 @@ def way_back(learn, acc, held, grads):
         learn.pred = learn.loss = learn.loss_grad = None
         state.restore()
         acc.scale,acc.counts.n_micro = kept
+        if not all(map(torch.equal, sizes(), was)):
+            raise RuntimeError("MicroBatch: memory ran out after a callback had moved the weights of a model of its own; "
+                               "pass a bs, or let it move them in `after_step`")
     return restore
 
 # %% ../nbs/microbatch.ipynb #5f4693b5
@@ -345,11 +347,14 @@ def retry(self:MicroBatch, learn, run, seen=(), undo=None):
 def halve(self:MicroBatch, learn, seen, e):
     "Make slices half as large, because of the error `e`"
     if self.size==1:
-        more = 'take smaller images or shorter texts' if self.exact else 'try GradientCheckpointing'
-        _give_up(e, f'even with one sample at a time; {more}')
+        _give_up(e, f'even with one sample at a time; {instead_of_slices(self)}')
     if any(versions(b)!=was for b,was in seen):
         _give_up(e, "and something has changed the batch in place; pass a bs, or change a copy")
     self.fits[learn.training] = -(-self.size//2)
+
+def instead_of_slices(cb):
+    can = cb.learn.training and not cb.exact and not any(is_a(o, 'GradientCheckpointing') for o in cb.learn.cbs)
+    return 'try GradientCheckpointing' if can else 'take smaller images or shorter texts'
 
 def _give_up(e, why): raise RuntimeError(f"MicroBatch: memory ran out, {why}") from e
 
@@ -367,7 +372,7 @@ def add_hint(self:MicroBatch, e):
     "Say in the error `e` what to do"
     if not self.n or self.size>=self.n: return
     if is_out_of_memory(e):
-        more = 'take a smaller bs' if self.size>1 else 'try GradientCheckpointing'
+        more = 'take a smaller bs' if self.size>1 else instead_of_slices(self)
         e.add_note(f'MicroBatch: memory ran out in slices of {self.size}; {more}')
     elif isinstance(e, _of_users) and not re.search('MicroBatch|1 value per', str(e)):
         e.add_note(f"MicroBatch: this came while a batch of {self.n} samples was cut into slices of {self.size}. If "

@@ -126,7 +126,7 @@ def arguments(cb, cls=None):
     pars = inspect.signature((cls or type(cb)).__init__).parameters.values()
     args = {o.name:getattr(cb, o.name) for o in pars if getattr(cb, o.name, o.default)!=o.default}
     # the name of a function
-    return ', '.join(f"{k}={getattr(v, '__name__', repr(v)).replace('<lambda>', '...')}" for k,v in args.items())
+    return ', '.join(f"{k}={str(getattr(v, '__name__', repr(v))).replace('<lambda>', '...')}" for k,v in args.items())
 
 def as_line(cb, learn='learn'):
     "The line that adds a callback like `cb` to `learn`"

@@ -11,7 +11,7 @@ __all__ = ['shared', 'Lent', 'lent', 'original', 'take_back', 'is_generator', 'c
 
 # %% ../nbs/state.ipynb #db10d708
 from collections import deque
-from contextlib import ExitStack,contextmanager
+from contextlib import ExitStack,contextmanager,suppress
 from functools import lru_cache
 from types import CellType,FunctionType,MemberDescriptorType,MethodType,ModuleType
 from weakref import ref
@@ -79,10 +79,17 @@ def is_generator(o): return _draws(type(o))
 
 @lru_cache(None)
 def _slots(t):
-    "The names that `__slots__` gives to objects of the class `t` without a `__dict__`"
-    if t.__dictoffset__ or issubclass(t, (*_apart,*_holders)): return []   # a list of your own is a list
-    own = [c for c in t.__mro__ if '__slots__' in vars(c)]
-    return [k for c in own for k,v in vars(c).items() if isinstance(v, MemberDescriptorType)]
+    "What `__slots__` gives to objects of the class `t`, by name; a list of your own is a list, and a path keeps its own text"
+    if issubclass(t, (*_apart,*_holders,os.PathLike)): return {}
+    own = [vars(c) for c in t.__mro__ if '__slots__' in vars(c)]
+    return {k:v for d in own for k,v in d.items() if isinstance(v, MemberDescriptorType)}
+
+def _in_slots(o):
+    "What the slots of `o` hold, and its `__dict__`"
+    res = dict(getattr(o, '__dict__', {})) if type(o).__dictoffset__ else {}
+    for k,slot in _slots(type(o)).items():
+        with suppress(AttributeError): res[k] = slot.__get__(o)   # not set yet; `hasattr` would ask a `__getattr__`
+    return res
 
 @lru_cache(None)
 def _can_change(t):
@@ -136,6 +143,7 @@ def reach(*roots, depth=4, hooks=True):
         new = {id(o):o for o in level if id(o) not in found}
         found.update(new)
         level = [v for o in new.values() for _,v in items(o) if _can_change(type(v))]
+        level += [m for o in level if isinstance(o, nn.Module) and id(o) not in found for m in o.modules()]   # with all layers
     return list(found.values())
 
 def held(*roots, depth=4):
@@ -152,7 +160,7 @@ def contents(o):
     if isinstance(o, CellType): return o.cell_contents if o!=CellType() else o
     if isinstance(o, np.random.Generator): return o.bit_generator.state
     if is_generator(o): return o.getstate() if isinstance(o, random.Random) else o.get_state()
-    if names := _slots(type(o)): return {k:getattr(o, k) for k in names if hasattr(o, k)}
+    if _slots(type(o)): return _in_slots(o)
     return next(t for t in _kinds if isinstance(o, t))(o)
 
 _kinds = OrderedDict,dict,list,set,deque,bytearray   # a class of your own may refuse to be cleared
@@ -168,6 +176,7 @@ def _put(o, was):
     elif _slots(type(o)):
         for k in contents(o): object.__delattr__(o, k)
         for k,v in was.items(): object.__setattr__(o, k, v)   # also of a frozen class
+    elif isinstance(o, bytearray): o[:] = was   # arrays may share its memory, so nobody can clear it
     else:
         kind = next(t for t in _kinds if isinstance(o, t))
         kind.clear(o)
@@ -180,7 +189,7 @@ def is_as(o, was):
         now = contents(o)
         return torch.equal(now, was) if isinstance(now, Tensor) else pickle.dumps(now)==pickle.dumps(was)
     if _slots(type(o)): o,was = ([*d, *d.values()] for d in (contents(o),was))
-    return o==was if isinstance(o, set) else len(o)==len(was) and all(map(is_, o, was))
+    return o==was if isinstance(o, (set,bytearray)) else len(o)==len(was) and all(map(is_, o, was))
 
 # %% ../nbs/state.ipynb #3f0a6c13
 class Noted:
@@ -293,11 +302,14 @@ def stand_in(self:State, copied, another):
     "Replace what cannot be put back in place, where it is held: iterators, and tensors with a graph"
     new = {}
     for o in self.dicts+self.rest:
-        if not isinstance(o, (CellType,dict,list,deque)): continue
+        has_slots = bool(_slots(type(o)))
+        if not (has_slots or isinstance(o, (CellType,dict,list,deque))): continue
         for k,v in list(items(o)):
             mine = _own(v, copied, another, new)
-            if mine is not v and isinstance(o, CellType): o.cell_contents = mine
-            elif mine is not v: o[k] = mine
+            if mine is v: continue
+            if isinstance(o, CellType): o.cell_contents = mine
+            elif has_slots: object.__setattr__(o, k, mine)
+            else: o[k] = mine
 
 # %% ../nbs/state.ipynb #3f0a6c22
 def _own(v, copied, another, new):

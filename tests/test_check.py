@@ -251,6 +251,12 @@ def padded_by_pytorch():
     learn.dls = DataLoaders(dl, dl, device='cpu')
     return learn
 
+def behind_a_mask():
+    "A frozen parameter has -inf, and another one must stay positive"
+    mask = nn.Parameter(torch.zeros(3).double().log(), False)
+    f = lambda m, x: m.net(x)*m.scale.log()+torch.where(m.mask==-math.inf, 0., m.mask)
+    return Made(f, net=small_model(), mask=mask, scale=nn.Parameter(torch.tensor([1e-3,.5,2]).double()))
+
 # ---- what has no cause
 
 clean_ones = dict(
@@ -364,6 +370,8 @@ cases = dict(
     taught_late=(lambda: in_order(AccumulateStep(4), Taught('after_step'), loss=nn.CrossEntropyLoss(
         weight=tensor([1.,2,5]).double())), 'callback Taught', ''),
     padded_by_pytorch=(padded_by_pytorch, 'unknown Sequential', ''),
+    later_behind_a_mask=(lambda: in_order(AccumulateStep(4), Late(lambda o: o.epoch), model=behind_a_mask()),
+                         'callback Late'),
     partners_by_sorting=(lambda: learner(net(mixed(order=lambda n: torch.rand(n).argsort()))), 'unknown 1', ''),
     partners_by_number=(lambda: learner(net(mixed(order=lambda n: torch.randint(n, (n,))))), 'unknown 1', ''),
     partners=(lambda: learner(net(mixed())), 'unknown 1', ''),

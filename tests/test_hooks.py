@@ -23,10 +23,13 @@ def fit(*cbs, make=net): return train(cbs, 16, 48, lambda l: l.fit(3), model=mak
 @dataclass(slots=True)
 class Slots: n:int = 0
 
+class Log(list): __slots__ = 'name',
+
 class Hooked(Callback):
     "Inside of a block"
     def before_fit(self):
         self.n,self.s,self.t,self.bytes,self.slots = 0,1.,torch.ones(8).double(),bytearray(1),Slots()
+        self.array,self.log,self.seen = np.frombuffer(self.bytes, np.uint8),Log(),[]   # which shares memory
         self.g,self.r = torch.Generator().manual_seed(3),random.Random(1)
         self.h = self.model[1][0].register_forward_hook(self.f)
     def before_batch(self): self.p,self.done,self.fs = torch.arange(len(self.y)).roll(3),False,[]
@@ -39,11 +42,13 @@ def running(self, o): self.s = .9*self.s+.1*float(o.detach().abs().mean()); retu
 def in_place(self, o): self.t.mul_(.9).add_(.1*o.detach().abs().mean(0)); return o/self.t
 def counts(self, o): self.n += 1; return o*(1+.01*self.n)
 def in_slots(self, o): return counts(self.slots, o)
+def in_a_list(self, o): self.log.append(1); return o*(1+.01*len(self.log))
 def in_bytes(self, o): self.bytes[0] += 1; return o*(1+.01*self.bytes[0])
 def keeps(self, o): self.o = o
 def lists(self, o): self.fs.append(o)
 def mean(self, o): self.mu = o.detach().mean()
 def rate(self): self.opt.set_hyper('lr', .1*float(self.mu.abs()))
+def forgets(self): self.mu = None; Hooked.before_batch(self)
 def penalty(f):
     def after_loss(self):
         if self.training: self.learn.loss_grad = self.loss_grad*f(self)
@@ -56,13 +61,16 @@ hooked_by = dict(   # what a callback does with what a block returns, and who re
     in_place=(hooked(in_place), dict(checkpointing=Refused, **slices_refuse)),
     in_the_loss=(hooked(mean, **penalty(lambda self: 1+self.mu.abs())), slices_refuse),
     once=(hooked(once), {}), **{f.__name__:(hooked(f), {}) for f in (counts,in_slots,in_bytes)},
+    in_a_list=(hooked(in_a_list), slices_refuse),   # each slice adds an entry
     noise=(hooked(lambda self, o: o+.1*torch.randn(8, generator=self.g, dtype=o.dtype)), {}),
     noise_of_rows=(hooked(lambda self, o: o+.1*torch.randn(o.shape, generator=self.g, dtype=o.dtype)),
                    dict(coupled=Refused)),
     python=(hooked(lambda self, o: o*(1+self.r.random())), {}),
     keeps=(hooked(keeps, **penalty(lambda self: 1+self.o.mean(0).pow(2).sum())), {}),
     lists=(hooked(lists, **penalty(lambda self: 1+torch.cat(self.fs).mean(0).pow(2).sum())), {}),
-    read_by_a_step=(hooked(mean, after_step=rate), slices_refuse),
+    read_by_a_step=(hooked(mean, after_step=torch.no_grad()(rate)), slices_refuse),
+    read_after_it_was_set=(hooked(mean, before_batch=forgets), {}),
+    read_by_a_log=(hooked(mean, after_batch=lambda self: self.seen.append(float(self.mu))), {}),
     looks=(hooked(mean), {}), rows=(hooked(lambda self, o: 1.2*o), {}))
 
 def at(f, event='before_batch', n=0):
@@ -125,16 +133,18 @@ def test_a_retry_puts_callbacks_back():
             self.m.mul_(.8).add_(.2*self.pred.detach().mean(0))
             self.learn.pred = self.pred-self.m
     class Teacher(Callback):
-        "Has a batch norm, far inside, and weights that move before the step"
+        "Has a batch norm, far inside"
         run_valid = False
         def before_fit(self):
             torch.manual_seed(1)
             self.t = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(6,3), nn.BatchNorm1d(3)))).double()
-        def before_batch(self): self.t[0][0][0].weight.data.mul_(.9)
         def after_loss(self): self.learn.loss_grad = self.loss_grad+F.mse_loss(self.pred, self.t(self.x))
     a,b = [fit(MicroBatch(bs), Teacher(), make=lambda: limited(net(), most, backward=True))
            for bs,most in (('auto',6),(4,99))]
     close(*[[*l.model.parameters(), *l.teacher.t.state_dict().values()] for l in (a,b)])
+    moves = type('Moves', (Teacher,), dict(before_batch=lambda self: self.t[0][0][0].weight.data.mul_(.9)))
+    with pytest.raises(RuntimeError, match='a callback had moved the weights of a model of its own; pass a bs'):
+        fit(MicroBatch(), moves(), make=lambda: limited(net(), 6, backward=True))
     for kw in dict(coupled=True),dict(exact=True):
         cut = fit(MicroBatch(prove=False, valid=False, **kw), Ema(), make=lambda: limited(net(), 6, backward=True))
         assert_same(cut, fit(Ema(), make=lambda: limited(net(), 99)))

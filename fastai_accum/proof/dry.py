@@ -8,7 +8,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/proof/dry.html.md"""
 __all__ = ['planning', 'Dry', 'values', 'kept_by_hooks', 'sketch', 'off', 'Record', 'plain_loss', 'differences', 'first_unlike']
 
 # %% ../../nbs/proof/dry.ipynb #e731d2e8
-import inspect
+import dis,inspect
 from contextlib import ExitStack
 from contextvars import ContextVar
 from fastai.basics import *
@@ -96,14 +96,14 @@ def values(model):
             if isinstance(v, _plain) or is_generator(v): yield at,v
 
 _acts = 'after_pred','after_loss','before_backward','before_step'
-_reads = 'before_batch','after_backward','after_step','after_batch'
+_reads = 'before_batch','after_backward','after_step'   # who only logs does it in `after_batch`
 
 def _read(cb, k):
     "Whether a method of the callback `cb` at an event reads what it holds as `k`"
     fs = [getattr(cb, o) for o in _reads if hasattr(type(cb), o) or o in vars(cb)]
-    fs = [getattr(f, 'func', f) for f in fs]   # `Callback(after_step=f)`
-    fs = [inspect.unwrap(f) for f in fs if not (getattr(f, '__module__', None) or 'fastai.').startswith('fastai.')]
-    return any(k in f.__code__.co_names for f in fs if hasattr(f, '__code__'))
+    fs = [inspect.unwrap(getattr(f, 'func', f)) for f in fs]   # `Callback(after_step=f)`, `@torch.no_grad()`
+    own = [f.__code__ for f in fs if hasattr(f, '__code__') and not (f.__module__ or '').startswith('fastai.')]
+    return any(o.argval==k and o.opname.startswith('LOAD') for f in own for o in dis.get_instructions(f))
 
 def kept_by_hooks(model):
     "What hooks keep for later in the batch: tensors with a gradient, or all values if their callback acts there, or reads it"
