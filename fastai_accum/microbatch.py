@@ -375,8 +375,8 @@ def add_hint(self:MicroBatch, e):
         more = 'take a smaller bs' if self.size>1 else instead_of_slices(self)
         e.add_note(f'MicroBatch: memory ran out in slices of {self.size}; {more}')
     elif isinstance(e, _of_users) and not re.search('MicroBatch|1 value per', str(e)):
-        e.add_note(f"MicroBatch: this came while a batch of {self.n} samples was cut into slices of {self.size}. If "
-                   "rows belong together, such as triplets or pairs, a slice must not cut a group: let bs be a "
-                   "multiple of its size")
+        e.add_note(f"MicroBatch: this came while a batch of {self.n} samples was cut into slices of {self.size}. If it "
+                   "comes without MicroBatch too, it is the loss or the model. If rows belong together, such as "
+                   "pairs, let bs be a multiple of a group")
 
 _of_users = RuntimeError,ValueError,IndexError,AssertionError

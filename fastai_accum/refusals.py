@@ -106,9 +106,11 @@ def _wrong_call(who, sig, args, kwargs):
         near = get_close_matches(k.lower(), ' '.join(names.values()).split(), 1)
         found = [o for o in names if near and near[0] in names[o].split()]
         own = [o for o in found if o[0]==who] or found
+        if who.startswith('learn.'): own = [(f"learn.{_methods.get(w, w.removeprefix('learn.'))}",o) for w,o in own]
         hint = f"Did you mean {' or '.join(f'`{w}({o}={v!r})`' for w,o in own)}? " if own else ''
         return f"there is no argument {k!r}. {hint}{there}"
-    return f"{len(args)-('self' in sig.parameters)} without a name are too many positional arguments. {there}"
+    n = sum(o.kind==o.POSITIONAL_OR_KEYWORD for o in sig.parameters.values()) - ('self' in sig.parameters)
+    return f"only {n} can stand without a name. {there}"
 
 # %% ../nbs/refusals.ipynb #b2d406c0
 _overridden = dict(all_batches="override one_batch, which is called for each micro-batch",
@@ -157,13 +159,14 @@ def check_learner(cb, learn):
     def refuse(msg): raise ValueError(f"{type(cb).__name__}: {msg}")
     check_once(cb, [o for o in learn.cbs if makes_windows(o) and o.cuts==cb.cuts])
     if any(is_a(o, 'GradientAccumulation') for o in learn.cbs):
-        refuse("the learner also has fastai's GradientAccumulation; remove it with "
+        refuse("the learner or this fit also has fastai's GradientAccumulation; leave it out, with "
                "`learn.remove_cb(GradientAccumulation)`, or call `turn_off_accumulation()` if that is on")
     for k,hint in _overridden.items():
         if k in vars(learn) or getattr(type(learn), k) is not getattr(Learner, k):
             refuse(f"the learner has its own `{k}`, which cannot run in windows; {hint}")
     if not learn.dls or not len(learn.dls.loaders) or not len(learn.dls.train):
-        refuse("the learner has no training batches; set `learn.dls`, or drop_last=False")
+        refuse("the learner has no training batches; set `learn.dls`, a smaller batch size, or "
+               "`learn.dls.train.drop_last = False`")
     if type(vars(learn).get('lr_finder')).__name__=='LRFinder' and num_distrib()>1:
         refuse("fastai's lr_find waits for ever in several processes; call it in one process")
 

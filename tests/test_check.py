@@ -509,7 +509,7 @@ named = dict(
     after_step=(Bank('after_step'), 'after the step, Bank would not hold the same'),
     after_batch=(Bank('after_batch'), 'after the step, Bank would not hold the same'),
     away=(Away(), 'Away may do nothing in the check'), away_too=(AwayToo(), 'AwayToo may do nothing in the check'),
-    average=(Average(), 'one of the last of 100 epochs.'), fragile=(Fragile(), 'the first step of a fit.'))
+    average=(Average(), 'one late in 100 epochs.'), fragile=(Fragile(), 'the start of a fit.'))
 
 @each(k=named)
 def test_what_is_said_of_callbacks(k):
@@ -562,7 +562,8 @@ def gan():
 
 refusals = dict(
     **{f'fit_{k}': (lambda k=k: jacobian(**{k:True}),   # not PyTorch's error alone
-                    f'{k}=True is not possible.*saved tensor hooks.*in its place') for k in ('coupled','exact')},
+                    f'{k}=True is not possible.*saved tensor hooks.*Leave out MicroBatch')
+       for k in ('coupled','exact')},
     fit_buffer=(moves, 'exact=True is not possible: .*gives other values: model.n'),
     one=(lambda: learner(bs=1, n=1), 'has 1 sample, and at least 2'),
     nan=(lambda: learner(cbs=Callback(after_loss=noop), loss=lambda p,y: (p*math.nan).mean()), 'is zero or not finite'),
@@ -578,7 +579,7 @@ refusals = dict(
             'Clears leaves no gradient .*by itself.*Remove it, since the weights must not move before the window ends'),
     recipe=(lambda: in_order(Recipe(), AccumulateStep(4)),
             'Recipe leaves no gradient .*: it cancels the step.*Remove it'),
-    fastais=(lambda: learner(cbs=GradientAccumulation(32)), 'remove it with'),
+    fastais=(lambda: learner(cbs=GradientAccumulation(32)), 'leave it out, with'),
     hooks=(hooked, 'hooks make it in the backward pass'),
     hooks_exact=(lambda: hooked(MicroBatch(4, exact=True)), 'hooks make it in the backward pass'),
     gan=(gan, 'GANLearner trains two models in turn.*a Learner of its own'),
@@ -665,6 +666,10 @@ def other_lengths():
 
 def nan_in_parts(p, y): return F.cross_entropy(p, y)*(len(p)-8)/(len(p)-8)   # in micro-batches only
 
+def switched_off(cb):
+    cb.run = False
+    return cb
+
 whole = 'Nothing is wrong: your learner trains on whole batches'
 shown = dict(
     differs=(lambda: learner(net(bn()), lambda p,y: masked(p, y)), f'{whole}. Micro-batches would not give the same',
@@ -676,6 +681,10 @@ shown = dict(
              'the error is'),
     cuts_nothing=(lambda: learner(net(bn()), cbs=MicroBatch(8)), f'{whole}, since the bs of MicroBatch',
                   'with MicroBatch(bs=4) as an example'),
+    **{f'needless_{i}': (lambda cb=cb: learner(net(bn()), cbs=cb()), f'{whole}. Micro-batches would not give the same',
+                         'AccumulateStep(n_step=2) as an example')
+       for i,cb in enumerate([lambda: AccumulateStep(1), lambda: AccumulateStep(n_samples=8),
+                              lambda: switched_off(AccumulateStep(4)), lambda: switched_off(MicroBatch(4))])},
     two=(lambda: blocks(AccumulateStep(2)), '\n  -> as for batch norm\n  -> or do nothing: other dropout masks'),
     advice=(lambda: in_order(AccumulateStep(4), Late(lambda o: True)), '\n  -> or load batches of'),
     no_number=(lambda: in_order(AccumulateStep(2), loss=nan_in_parts, bs=8),

@@ -48,8 +48,8 @@ names = [
         *((k,8,r'Did you mean `MicroBatch\(bs=8\)`') for k in ('slice','batch_size')),
         ('exat',True,r'Did you mean `MicroBatch\(exact=True\)`'), ('n_steps',4,r'`AccumulateStep\(n_step=4\)`')]),
     # what a second argument without a name means, nobody can tell
-    (partial(cut, 8, True), r'positional.*Example: `cbs=MicroBatch\(16'),
-    (partial(acc, 8, 64), r'positional.*Example: `Learner\(')]
+    (partial(cut, 8, True), r'without a name.*Example: `cbs=MicroBatch\(16'),
+    (partial(acc, 8, 64), r'without a name.*Example: `Learner\(')]
 
 wrong_calls = [
     (lambda: learner().accumulate(n_stpe=4),

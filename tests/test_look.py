@@ -114,10 +114,10 @@ def test_what_is_exact_comes_first():
     blocks = lambda: nn.Sequential(lin(), nn.Tanh()),lambda: nn.Sequential(lin())
     m = around(one(lambda m, x: centre(x)), nn.Tanh, *blocks)().double()
     said = refused(learner(m, feats(), MicroBatch(bs, exact=True)))
-    assert 'Write GradientCheckpointing() or OffloadActivations() in its place' in said
+    assert 'write `learn.gradient_checkpointing()` or `learn.offload_activations()`, which' in said
     assert 'MicroBatch without exact=True is another training: batch norm, random numbers and the Odd ' in said
     said = refused(learner(rows(lambda m, h: centre(h)), feats(), MicroBatch(bs, exact=True)))   # it has no blocks
-    assert 'Write OffloadActivations() in its place' in said
+    assert ') and write `learn.offload_activations()`, which' in said
 
 @each(times=[3,300])
 def test_how_sharp_it_is(times):
@@ -218,4 +218,4 @@ def test_a_note_where_a_slice_cuts_a_group(case):
     learn = learner(Plain(), feats()[:n], MicroBatch(size), loss=loss, y=classes(n))
     with pytest.raises((RuntimeError,ValueError,AssertionError)) as e: trained(learn)
     said = ' '.join(e.value.__notes__)
-    assert 'MicroBatch: this came while a batch of' in said and 'a slice must not cut a group' in said
+    assert 'MicroBatch: this came while a batch of' in said and 'let bs be a multiple of a group' in said

@@ -35,8 +35,8 @@ class Exact(Coupled):
         self.pad = reads[0].pad_idx if reads else None   # if it reads texts in pieces
         for o in micro.learn.cbs.filter(risinstance(InRoom)) if micro.learn.training else ():
             name = type(o).__name__
-            raise Refused(f"MicroBatch: exact=True and {name} cannot be combined; write `learn.remove_cb({name})`, "
-                          "since exact=True keeps the activations on the host already")
+            raise Refused(f"MicroBatch: exact=True and {name} cannot be combined; keep one: `learn.remove_cb({name})` "
+                          "or `learn.remove_cb(MicroBatch)`, since exact=True keeps the activations on the host already")
         refuse(micro.learn.model)
 
     def run(self, learn, forward, xb, parts, sizes):
@@ -60,7 +60,7 @@ def refuse(model):
     for name,m in model.named_modules():
         if is_compiled(m) or isinstance(m, (torch.jit.ScriptModule,nn.DataParallel)):
             raise NotPossible(f"MicroBatch: exact=True cannot see into the {type(m).__name__} {name or 'model'!r}, "
-                              "which is compiled or runs in several threads; leave exact out")
+                              "which is compiled or runs in several threads; train the model without that")
 
 # %% ../../nbs/exact/whole.ipynb #77fdb5ef
 def refuse_long(model, lengths):

@@ -225,16 +225,19 @@ class Bench:
         self.model = uncompiled(get_model(learn.model))
         device = getattr(learn.dls, 'device', None) or next(self.model.parameters()).device
         self.device = torch.device(device if has_float64(device) else 'cpu')
-        self.acc = first(learn.cbs, risinstance(AccumulateStep)) or added(learn)
-        self.cut = copy(first(learn.cbs, risinstance(MicroBatch)))
-        self.savers = learn.cbs.filter(risinstance(_savers))
+        self.loaded = loaded = batch_size(learn.dls.train)   # `None` if the loader does not say it
+        own = learn.cbs.filter(attrgetter('run'))   # what is not switched off
+        self.acc = first(own, risinstance(AccumulateStep)) or added(learn)
+        is_one = self.acc and (self.acc.n_step==1 or self.acc.n_samples in range((loaded or 0)+1))
+        if is_one: self.acc = None   # each window is one batch
+        self.cut = copy(first(own, risinstance(MicroBatch)))
+        self.savers = own.filter(risinstance(_savers))
         self.suspects = [o for o in learn.cbs if type(o) not in defaults.callbacks and not risinstance(_never, o)]
         has_own = getattr(getattr(learn, own_backward), '__func__', None) is not plain_backward
         self.all = ['batch norm','dropout','loss'] + ['backward']*has_own + self.suspects
         self.is_own = bool(self.acc or self.cut or self.savers)
         if not self.is_own: self.acc = AccumulateStep(2)   # an example
         self.cbs = [o for o in (self.acc,self.cut,*self.savers) if o]
-        self.loaded = loaded = batch_size(learn.dls.train)   # `None` if the loader does not say it
         n = max(3, -(-self.most//(loaded or self.most)))
         self.places = self.find_places(n)
         self.batches = self.drawn(n+1, at=self.places) if self.places else self.drawn(n)

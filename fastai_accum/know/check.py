@@ -154,7 +154,7 @@ def kind_of(bench, k, on):
 _advice = {
     'dropout':   'or do nothing: other dropout masks are just as good',
     'loss':      'if it divides a sum by a number: pass `weight=`, a function (pred, *yb) that returns that number; '
-                 '`average=False` for a sum',
+                 'for a sum, and only for it: set its `reduction = "sum"`, and `average=False` of AccumulateStep',
     'backward':  'in your `_backward`, add to the gradients that are there, and only what belongs to loss_grad',
     'callback':  'let it act in `before_step`, where the gradient is that of the window',
     'early step':'let it step in `before_step`: it moves the weights before the window ends',
@@ -246,7 +246,7 @@ def answer(bench, err, causes):
     if names: title += f'. But after the step, {names} would not hold the same'
     cbs = ' and '.join(map(repr, bench.cbs)) + ' as an example'*(not bench.is_own)
     said = f'Compared: one step on {bench.said} with {cbs}. Everything runs in float64 on {bench.device.type}.'
-    said += ' It is the first step of a fit' + (', and then one of the last of 100 epochs.' if bench.late else '.')
+    said += ' It is a step at the start of a fit' + (', and then one late in 100 epochs.' if bench.late else '.')
     if names: said += ' From `after_step` on, `pred`, `xb` and `yb` are those of the last micro-batch.'
     said = ' '.join([said, *sorted(bench.refused)])
     if len(causes)>1: said += ' The error of a cause is measured with the others off, so they do not add up.'

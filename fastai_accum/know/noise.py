@@ -15,7 +15,7 @@ from ..core import AccumulateStep,added,in_charge
 from .bench import keep_off,stream,unchanged
 from ..proof.guard import Status
 from ..private import AnyBatchNorm
-from ..refusals import check_count,check_learner,named,warn
+from ..refusals import check_count,check_learner,check_loader,named,warn
 
 # %% ../../nbs/know/noise.ipynb #6e07457f
 def unbiased(n, weight, sum_sq, mean_sq):
@@ -135,6 +135,7 @@ def noise_scale(self:Learner,
     https://fastai-accum.github.io/fastai_accum/know/noise.html"""
     for k,v in dict(n_step=n_step, num_it=num_it).items(): check_count('noise_scale', k, v, least=2)
     if num_distrib()>1: raise RuntimeError("noise_scale: call it in one process, before others start")
+    check_loader('noise_scale', self)
     own = first(self.cbs, risinstance(AccumulateStep)) or added(self) or AccumulateStep(1)
     check_learner(own, self)
     n = len(self.dls.train)

@@ -49,7 +49,8 @@ def guard(cb, learn, xb):
             looked = look(model, b, n_of(learn, b), len(xb), cb.way(learn, way.size, cb.mode), status)
             if looked.fails: _refuse(way, model, looked, prove)
         if proof and not proof.n and getattr(cb, 'exact', False):
-            advice = f". To train without the proof, write {as_line(cb)[:-1]}, prove=False)"*bool(looked and looked.n)
+            advice = (f". To train without the proof, write {as_line(cb)[:-1]}, prove=False)" if looked and looked.n else
+                      f". If this comes without {type(cb).__name__} too, it is the model's or the data's")
             raise Refused(f"{_not_tried(way, proof)}, and {_unknown}{advice}")
     finally:
         status.end()
@@ -157,11 +158,12 @@ def _refuse(way, model, proof, prove):
     if isinstance(e, NotPossible): raise Refused(f"{e} (in the {where})") from e
     found = ', '.join(f'{k} (off by {v:.2g})' for k,v in proof.differs[:3])
     how = f"raises {type(e).__name__}: {e}" if e else f'gives other values: {found}'
-    others = [(f'{w.who}()', prove(lambda size=2: [w])) for w in way.instead()]
-    lines = [line for line,o in others if o.n and not o.fails] + ['OffloadActivations()']
+    name = way.who.partition(':')[0]
+    others = [(f'`learn.{camel2snake(w.who)}()`', prove(lambda size=2: [w])) for w in way.instead()]
+    lines = [line for line,o in others if o.n and not o.fails] + ['`learn.offload_activations()`']
     raise Refused(f"{way.who} is not possible: {proof.of} the model {how}. It begins in the {where}. "
-                  f"{_hint(model, proof)}Write {' or '.join(lines)} in its place, which trains as the "
-                  f"whole batch does. {way.leave.format(where)}") from e
+                  f"{_hint(model, proof)}Leave out {name} (`learn.remove_cb({name})`) and write {' or '.join(lines)}, "
+                  f"which trains as the whole batch does. {way.leave.format(where)}") from e
 
 # %% ../../nbs/proof/guard.ipynb #dfb3a7e0
 def _where(model, proof):
