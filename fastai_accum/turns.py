@@ -72,7 +72,8 @@ class Turns:
             if not isinstance(now, (dict,list)) or id(now) in apart: continue
             for k in keys(now):
                 vs = [_at(a, k) for a in after]
-                if vs[0] is _at(before, k) or not _have_rows(vs, self.sizes): continue
+                is_weight = {f'{k}_g',f'{k}_orig'} & {*now['_parameters']} if '_parameters' in now else ()
+                if vs[0] is _at(before, k) or is_weight or not _have_rows(vs, self.sizes): continue
                 with suppress(Refused): now[k] = join(vs, self.sizes)   # not a number beside the rows
             if id(now) in self.state.logs and len(now)>len(before) and now[len(before)] is after[-1][len(before)]:
                 now[:] = [*before, *(v for a in after for v in a[len(before):])]

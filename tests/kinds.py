@@ -315,6 +315,10 @@ tokens = 'turns channels into the last dimension: PyTorch mixes up the gradients
 @odd(tokens, E, G, to=controls, bn=lambda: nn.BatchNorm2d(2), lin=lambda: nn.Linear(2,2))
 def patches(m, h): return m.lin(m.bn(h.view(-1,2,2,2)).flatten(2).transpose(1,2)).tanh().flatten(1)
 
+# slices of 4, as many as the layer has outputs
+rows('makes its weights anew', E, C, to=controls, kw=dict(n=24, bs=8), weight_norm=one(
+    lambda m, h: m.b(m.a(h)), a=lambda: nn.utils.weight_norm(nn.Linear(8,4)), b=lambda: nn.Linear(4,8)))
+
 odd_draws = 'draws in an odd way, and right'
 
 rows(odd_draws, E, G, to=controls, views_side_by_side=one(

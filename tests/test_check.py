@@ -213,6 +213,18 @@ class Clipped(Learner):
         super()._backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), .01)
 
+class Sam(Learner):
+    "Its step takes the gradient again, at other weights and on `xb`, which is the last micro-batch"
+    def _step(self):
+        moves = [.05*p.grad for p in self.model.parameters()]
+        with torch.no_grad():
+            for p,m in zip(self.model.parameters(), moves): p.add_(m)
+        self.opt.zero_grad()
+        self.loss_func(self.model(*self.xb), *self.yb).backward()
+        with torch.no_grad():
+            for p,m in zip(self.model.parameters(), moves): p.sub_(m)
+        self.opt.step()
+
 class Late(Callback):
     "Adds what compares samples, at some time `when`"
     def __init__(self, when): self.when = when
@@ -387,7 +399,7 @@ cases = dict(
     leaves_out=(lambda: learner(cbs=LeavesOut()), 'callback LeavesOut'),
     **{f'steps_{cb}': (lambda cb=cb: in_order(cb(), AccumulateStep(4)), f'early step {cb.__name__}',
                        'moves the weights before the window ends') for cb in (OptsStep,OwnStep,ByHand)},
-    ranks=(lambda: learner(cls=Ranks), 'loss Ranks'),
+    ranks=(lambda: learner(cls=Ranks), 'loss Ranks'), sam=(lambda: in_order(AccumulateStep(4), cls=Sam), 'loss Sam'),
     clamped=(lambda: learner(clamped(), lambda p,y: 20*F.cross_entropy(p, y)), 'backward 2'),
     mixup_and_norm=(lambda: learner(net(bn()), CrossEntropyLossFlat(), MixUp()), 'batch norm 1, augmentation MixUp'),
     two_of_three=(lambda: learner(loss=CrossEntropyLossFlat(), cbs=[ClipValues(), GradientClip(.1), MixUp()]),
@@ -415,7 +427,7 @@ def moves_small(cb):
 
 def lines_of(o): return re.findall('`(learn[.].*?[)])`', o.remedy.partition('do nothing')[0])
 
-advice = {'callback':'let it act in `before_step`, where the gradient is that of the window',
+advice = {'callback':'let it act in `before_step`, on the gradient of the window',
           'batch norm':'(`BatchNormEval`) 4.2', 'dropout':'do nothing', 'unknown':'rewrite the module',
           'loss':'`weight=`, a function (pred, *yb) that returns', 'backward':'add to the gradients that are there'}
 

@@ -61,10 +61,12 @@ class Plain(nn.Module):
         torch.manual_seed(0)
         self.a,self.b,self.share,self.mode = nn.Linear(6, 8),nn.Linear(8, 3),0,'own'
         self.double()
+        self.is_balanced = False
     def helper(self, h): return h
     def forward(self, x):
         h = self.helper(self.a(x))
         h = h-(self.share+self.by)*h.mean(0)
+        if self.is_balanced and h.requires_grad: h.register_hook(lambda g: g/g.norm())
         return self.b(torch.tanh(centre(h) if self.mode=='batch' else h))
 
 def other_forward(m, mp): mp.setattr(Plain, 'forward', lambda self, x: self.b(torch.tanh(centre(self.a(x)))))
@@ -73,12 +75,13 @@ def other_helper(m, mp): mp.setattr(Plain, 'helper', lambda self, h: centre(h))
 def hook(m, mp): m.a.register_forward_hook(lambda m, x, out: centre(out))
 def number(m, mp): m.share = 1
 def flag(m, mp): m.mode = 'batch'
+def of_the_gradient(m, mp): m.is_balanced = True
 def of_the_class(m, mp): mp.setattr(Plain, 'by', .5)
 def other_class(m, mp):
     class Centred(nn.Linear):
         def forward(self, x): return centre(super().forward(x))
     m.a.__class__ = Centred
-changes = other_forward,own_forward,other_helper,hook,number,flag,of_the_class,other_class
+changes = other_forward,own_forward,other_helper,hook,number,flag,of_the_gradient,of_the_class,other_class
 
 @drawn(8, change=changes, way=ways)
 def test_a_model_that_has_changed_between_two_fits(change, way, monkeypatch):

@@ -170,13 +170,13 @@ def fine_tunes(learn):
 
 def twice(learn): learn.fit(2); learn.fit(1)
 def counts(m, x):
-    "Changes numbers and flags by itself, which is no reason to prove it again"
+    "Changes numbers by itself, which is no reason to prove it again, and a flag, which is"
     m.n,m.is_first,m.last = m.n+1,False,m.last+.5
     return x
 def counting(): return net(Odd(counts, n=0, is_first=True, last=0.))
 
 @each(case=[*((net, o, twice, 1) for o in ways.values()), (net, ways['exact'], fine_tunes, 1),
-            (counting, ways['checkpointing'], twice, 1),
+            (counting, ways['checkpointing'], twice, 2),
             (net, lambda m: MicroBatch(8, exact=True), twice, 0),   # a batch of 8 is not cut
             (lambda: net(Odd(single)), ways['exact'], twice, 1)])   # tried in its own precision if float64 fails
 def test_how_often_it_is_proved(case, monkeypatch, capsys):

@@ -161,11 +161,14 @@ class Step(Callback):
         return norms(ps) if ps else torch.zeros(0)
     def before_step(self):
         self.record.moved = not torch.equal(self.start, self.sizes())
+        found = self.record.others or [p for p in self.model.parameters() if p.grad is not None]
+        if not found: raise CancelStepException
+        vars(self.learn.opt)['step'] = self.step   # which moves nothing, but callbacks go on
+        self.before = self.kept()
+    def step(self, *args, **kwargs):
+        "What the optimizer gets, also from a `_step` of the learner's own"
         self.record.stepped()
         self.record.grads[-1].update(self.record.others)
-        if not self.record.grads[-1]: raise CancelStepException
-        vars(self.learn.opt)['step'] = noop   # which moves nothing, but callbacks go on
-        self.before = self.kept()
     def after_batch(self):
         now = self.kept()
         self.record.holds = {k:v for k,v in now.items() if k not in self.before or off(v, self.before[k])}

@@ -156,7 +156,7 @@ _advice = {
     'loss':      'if it divides a sum by a number: pass `weight=`, a function (pred, *yb) that returns that number; '
                  'for a sum, and only for it: set its `reduction = "sum"`, and `average=False` of AccumulateStep',
     'backward':  'in your `_backward`, add to the gradients that are there, and only what belongs to loss_grad',
-    'callback':  'let it act in `before_step`, where the gradient is that of the window',
+    'callback':  'let it act in `before_step`, on the gradient of the window (`pred`, `xb` and `yb` are a micro-batch there)',
     'early step':'let it step in `before_step`: it moves the weights before the window ends',
     'needless callback':'remove it: with the large batch it changes nothing',
     'unknown':   'rewrite the module so that it computes each sample by itself'}

@@ -16,7 +16,7 @@ from ..devices import has_float64
 from .compare import NotTried,Proof,Trial,compare,look
 from .dry import planning
 from ..refusals import NotProved,as_line,is_a,warn
-from ..state import what_runs
+from ..state import switches
 from ..slices import NotPossible,Refused,count_rows,is_floating,join,leaves,n_rows,slices,tree_map
 from ..windows import n_of
 
@@ -31,7 +31,7 @@ def guard(cb, learn, xb):
     model,way,b = get_model(learn.model),cb.way(learn),(*xb,*learn.yb)
     able = {id(p) for p in model.parameters() if p.requires_grad}
     key = repr(([w.settings for w in ways()], [(o.ndim,o.dtype) for _,o in leaves(xb)]))
-    now,(was,trained) = what_runs(list(model.modules())),_proved.setdefault(learn, {}).get(key, ((),set()))
+    now,(was,trained) = switches(list(model.modules())),_proved.setdefault(learn, {}).get(key, ((),set()))
     is_new = now!=was or not able<=trained
     what = 'is tried on your model' if is_new else 'is compared with the whole batch'
     status,start = Status(f'{way.who} {what}', learn, 6),time.time()
