@@ -467,7 +467,7 @@ def hides(h):
 def keeps_size(m, h): m.bs = float(len(h)); return h
 def steps_by_itself(m, h): m.w.data += .1; return h*m.w.detach().clone()
 rows('among norms', E, C,
-     among_norms=(among(lambda m, h: centre(h)), "is not possible.*block.odd'.*OffloadActivations"))
+     among_norms=(among(lambda m, h: centre(h)), "is not possible.*block.odd'.*offload_activations"))
 rows('among norms', E, its_size=(among(keeps_size), 'block.odd.bs .*take a local variable'),
      recomputes=(among(lambda m, h: centre(h), gradient_checkpointing=lambda: True),   # as transformers say it
                  r'call gradient_checkpointing_disable\(\) first'),
@@ -487,7 +487,7 @@ rows('another way', E, kw=dict(whole=True),   # before the norm, if a value is l
      branch=(lambda: nn.Sequential(Odd(lambda m, x: centre(x) if x.abs().max()>8 else x), nn.Linear(6,8), norm(),
                                    nn.Tanh(), nn.Linear(8,3)), "It begins in the Odd '0'"))
 rows(moves, G, steps_by_itself=(one(steps_by_itself, w=lambda: nn.Parameter(torch.ones(()))),
-                                'is not possible.*OffloadActivations'))
+                                'is not possible.*offload_activations'))
 rows(asks, E, kw=dict(says='exact=True is not possible'),
      always=one(lambda m, h: again(m.inner, h), inner=deep),
      reentrant=one(lambda m, h: checkpoint(m.inner, h.requires_grad_(), use_reentrant=True), inner=deep))
