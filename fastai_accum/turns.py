@@ -70,10 +70,11 @@ class Turns:
         apart = {*map(id, map(buffer_dict, ms)), *(id(vars(m)) for m in ms if has_hidden(m))}
         for now,before,*after in zip(self.state.dicts+self.state.rest, self.state.was, *self.own):
             if not isinstance(now, (dict,list)) or id(now) in apart: continue
+            made_of = now['_parameters'].keys() if isinstance(now, dict) and '_parameters' in now else ()
             for k in keys(now):
                 vs = [_at(a, k) for a in after]
-                is_weight = {f'{k}_g',f'{k}_orig'} & {*now['_parameters']} if '_parameters' in now else ()
-                if vs[0] is _at(before, k) or is_weight or not _have_rows(vs, self.sizes): continue
+                if vs[0] is _at(before, k) or not _have_rows(vs, self.sizes): continue
+                if {f'{k}_g',f'{k}_orig'} & {*made_of}: continue   # a weight, of `weight_norm` or alike
                 with suppress(Refused): now[k] = join(vs, self.sizes)   # not a number beside the rows
             if id(now) in self.state.logs and len(now)>len(before) and now[len(before)] is after[-1][len(before)]:
                 now[:] = [*before, *(v for a in after for v in a[len(before):])]
