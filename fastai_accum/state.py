@@ -7,7 +7,7 @@ Docs: https://fastai-accum.github.io/fastai_accum/state.html.md"""
 # %% auto #0
 __all__ = ['shared', 'Lent', 'lent', 'original', 'take_back', 'is_generator', 'container', 'items', 'hooks_of', 'owners', 'reach',
            'held', 'arrays', 'contents', 'is_as', 'Noted', 'with_memory', 'split', 'State', 'generators', 'everybodys',
-           'seed', 'clones', 'version_of', 'refuse_lazy', 'Held', 'ModelState', 'held_by', 'what_runs', 'switches']
+           'seed', 'clones', 'version_of', 'refuse_lazy', 'Held', 'ModelState', 'held_by', 'switches']
 
 # %% ../nbs/state.ipynb #db10d708
 from collections import deque
@@ -449,13 +449,10 @@ def held_by(model, more=()):
 def _key(place): return id(place[0]),place[1]
 
 # %% ../nbs/state.ipynb #d64c1818
-def what_runs(ms):
-    "The modules `ms`, and the code that they and their hooks run"
-    runs = [original(vars(m).get('forward')) or getattr(type(m), 'forward', None) for m in ms]
-    return (*map(ref, ms), *[getattr(f, '__code__', type(f)) for f in runs+hooks_of(ms)])
-
 def switches(ms):
-    "What decides which way the modules `ms` take: what runs, their flags and texts, and which numbers are 0"
+    "What decides which way the modules `ms` take: their code and hooks, flags, texts, and which numbers are 0"
+    runs = [original(vars(m).get('forward')) or getattr(type(m), 'forward', None) for m in ms]
+    runs = [getattr(f, '__code__', type(f)) for f in runs+hooks_of(ms)]
     found = [(k,v) for m in ms for k,v in vars(m).items() if type(v) in _switched]
-    return (*what_runs(ms), *[(k, v!=0 if type(v) is float else v) for k,v in found])   # a temperature may move
+    return (*map(ref, ms), *runs, *[(k, v!=0 if type(v) is float else v) for k,v in found])   # a temperature may move
 _switched = frozenset((bool,str,float))

@@ -90,7 +90,8 @@ def test_few_targets_do_not_set_the_scale():
     y,seen = torch.full((64,), -100),[]
     y[8:40],y[40] = 1,1
     note = Callback(after_backward=lambda cb: seen.append(cb.accumulate_step.window.scale))
-    make_learner(make_dls(64, 8, y=y, shuffle=False), loss_func=nn.CrossEntropyLoss(), cbs=[AccumulateStep(n_step=5), note]).fit(1)
+    cbs = [AccumulateStep(n_step=5), note]
+    make_learner(make_dls(64, 8, y=y, shuffle=False), loss_func=nn.CrossEntropyLoss(), cbs=cbs).fit(1)
     assert seen[1:5]==[40]*4 and seen[5]==24
 
 class Clamped(torch.autograd.Function):
