@@ -214,12 +214,12 @@ def of_kinds():
     "What happens to the models of tests/kinds.py"
     import kinds
     res = []
-    for k in [*kinds.kinds.values(), *kinds.controls.values()]:
+    for name,k in {**kinds.kinds, **kinds.controls}.items():
         for way in k.ways:
             with contextlib.redirect_stdout(io.StringIO()): what,says = kinds.verdict(k, way)
             says = says if isinstance(says, str) else f'{says[0]:.0e}'
             if way in k.limit: what = {'silent':'not seen', 'moved':'not seen'}.get(what, what)
-            res.append(dict(row=k.row, name=k.f.__name__, control=k.f.__name__ in kinds.controls, way=way, what=what, says=says.split('\n')[0]))
+            res.append(dict(row=k.row, name=name, control=name in kinds.controls, way=way, what=what, says=says.split('\n')[0]))
     return res
 
 def rows_of(name): return [row(name, way) for way in ways]
