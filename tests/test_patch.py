@@ -1,5 +1,4 @@
 "`turn_on_accumulation`: every learner, every way to train, and fastai as it was afterwards"
-from functools import wraps
 from harness import *
 from fastai_accum.core import accumulation_settings
 
@@ -8,25 +7,12 @@ def turned_off():
     yield
     turn_off_accumulation()
 
-@each(existing=[True,False])
-def test_learners_that_exist_and_those_made_later(existing):
-    "And a fit that begins later; `test_windows` has each way to train, and `test_lr_find` the search"
-    def learner(bs): return make_learner(make_dls(92, bs, shuffle=False))
-    if existing: a = learner(8)
-    turn_on_accumulation(4)
-    if not existing: a = learner(8)
-    a.fit(2, .01, .1, None, True, 1)
-    turn_off_accumulation()
-    b = learner(32)
-    b.fit(2, .01, .1, None, True, 1)
-    assert_same(a, b)
-
 def make(n=96, **kwargs): return make_learner(make_dls(n, 8), **kwargs)
 def steps(learn, **kwargs): learn.spy.steps = []; learn.fit(1, **kwargs); return len(learn.spy.steps)
 def n_step(): return accumulation_settings() and accumulation_settings()['n_step']
 
 def test_rank():
-    "The page shows more: a block that counts samples, and all that `fit` takes"
+    "The page shows more"
     turn_on_accumulation(2)
     with accumulation(3):
         with accumulation(n_samples=32): assert steps(make())==3
@@ -51,27 +37,11 @@ def test_block():
     assert f()==f()==5 and n_step()==2
 
 def test_running_fit_keeps_its_setting():
+    "And gets all that `fit` takes"
     learn = make()
     turn_on_accumulation(4)
-    learn.fit(2, cbs=Callback(after_epoch=lambda cb: turn_off_accumulation()))
+    learn.fit(3, .01, .1, Callback(after_epoch=lambda cb: turn_off_accumulation()), True, 1)
     assert len(learn.spy.steps)==6 and steps(learn)==12
-
-def test_wrapped_by_others(monkeypatch):
-    "Another library wraps `Learner.fit` on top: its wrapper stays, and ours does nothing any more"
-    monkeypatch.setattr(Learner, 'fit', Learner.fit)   # and put back
-    turn_on_accumulation(4)
-    ours,calls = Learner.fit,[]
-    @wraps(ours)
-    def other(self, *args, **kwargs): calls.append(1); return ours(self, *args, **kwargs)
-    Learner.fit = other
-    learn = make()
-    assert steps(learn)==3
-    turn_off_accumulation()
-    assert Learner.fit is other and steps(learn)==12
-    turn_on_accumulation(2)
-    assert steps(learn)==6 and len(calls)==3
-    turn_off_accumulation()
-    assert Learner.fit is other
 
 def test_blocks_that_overlap():
     "As in two threads: off when the last one has ended"
