@@ -1,4 +1,4 @@
-"Recipes of the pages, as a reader copies them, and batch norm that keeps its statistics"
+"Recipes of the pages, as a reader copies them, and the note on batch norm"
 from nets import *
 from pasted import recipe
 from fastai_accum.extras import *
@@ -9,22 +9,6 @@ def test_groups_of_group_norm():
     change = recipe('tutorials/keep_batch_norm.ipynb', 'to_group_norm')
     for channels,groups in (512,32),(64,8),(48,6),(20,2),(13,1):
         assert change(nn.Sequential(nn.BatchNorm2d(channels)))[0].num_groups==groups
-
-def test_batch_norm_eval():
-    "Training is exact, statistics stay, gains and biases train. After the callback is removed, batch norm is as before"
-    def run(bs, *cbs):
-        model = layers(nn.BatchNorm1d(5), bias=False)
-        model[1].running_mean.fill_(.1)
-        learn = make_learner(make_dls(36, bs), model, opt_func=SGD, cbs=[*cbs, BatchNormEval()])
-        learn.freeze(); learn.fit(1); learn.unfreeze(); learn.fit(1)
-        return learn
-    a,b = run(4, AccumulateStep(4)),run(16)
-    assert_same(a, b)
-    norm = a.model[1]
-    assert (norm.running_mean==.1).all() and (norm.running_var==1).all() and (norm.weight-1).norm()>1e-6
-    a.remove_cb(BatchNormEval)
-    a.fit(1)
-    assert (norm.running_mean-.1).norm()>1e-3
 
 # ---- the note on batch norm
 
