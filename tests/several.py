@@ -92,21 +92,6 @@ class Buffered(nn.Module):
     def __init__(self): super().__init__(); self.body = small_model(); self.register_buffer('b', torch.ones(3).double())
     def forward(self, x): return self.body(x)*self.b
 
-def validates_early(cb):
-    "Validates before the training loop, and puts the learner back"
-    dl = cb.dl
-    cb.learn.validate()
-    cb.learn.dl,cb.learn.training = dl,True
-    cb.model.train()
-
-def without_recorder(learn):
-    rec = learn.recorder
-    learn.remove_cb(Recorder)
-    learn.fit(2, .02)
-    learn.add_cb(rec)
-    for k in ('lrs','losses','values','iters'): setattr(rec, k, [])
-    learn.smooth_loss = learn.final_record = None
-
 def cut_unequally(learn):
     "A fit that is cancelled when process 1 has run the model and process 0 has not"
     stop = raising(CancelTrainException, 'before_batch', lambda cb: cb.micro.i==1)
@@ -134,11 +119,7 @@ cases = dict(
     tail          = Case([4]*6),
     one_window    = Case([4]*2),
     events_weighed= Case(uneven, cbs=probes, loss_func=weighted),
-    early_valid   = Case([4]*6, cbs=lambda: Callback(before_train=validates_early)),
-    no_recorder   = Case([4]*6, fit=without_recorder),
     no_accum      = Case([4]*3, n_step=1),
-    uneven        = Case(uneven),
-    weighted      = Case([4]*6, loss_func=weighted),
     one_is_empty  = Case([4]*4, y=of(-100, range(0,4), range(12,16), range(8,12))),
     dropped_last  = Case([4]*8, left_out={(0,3),(1,7)}),
     dropped_all   = Case([4]*8, left_out={(1,0),(1,1),(1,2),(1,3)}),
@@ -350,7 +331,6 @@ def slices(c):
 threes = [[9,5,8], [4,7,3], [6,2,5]]
 cases.update(
     synced           = over_all([24,24], (12,20)),
-    synced_uneven    = over_all(threes, (3,5)),
     synced_one       = over_all([[9,5,8], [4,1,3]], (3,5)),   # a batch of one sample, in one process
     synced_weighed   = over_all(threes, (3,5), loss_func=weighted),
     synced_accum     = over_all(threes, cbs=list, loss_func=weighted),

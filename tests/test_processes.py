@@ -43,9 +43,9 @@ def started(worlds, tmp_path_factory):
 # processes at each micro-batch
 alone = dict(breaks='process 1 has had enough', killed='another process has ended', empty='no training',
              metrics_uneven='collective mismatch|EnforceNotMet')   # as gloo says it
-some = '''tail uneven one_is_empty dropped_last unused_drop ctx_odd sched synced_uneven breaks_model
+some = '''tail events_weighed one_is_empty dropped_last unused_drop ctx_odd sched synced_weighed breaks_model
           refuses_groups'''.split()
-devices = 'tail buffers_drop cut synced synced_uneven synced_skips synced_cumulates breaks_model'.split()
+devices = 'tail buffers_drop cut synced synced_weighed synced_skips synced_cumulates breaks_model'.split()
 worlds = {2: [k for k in cases if k not in ('synced_groups','refuses_groups',*alone)],
           3: some, 4: ['synced_groups']}
 
