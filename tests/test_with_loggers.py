@@ -110,6 +110,52 @@ def halves_of(a, b):
                for i,k in enumerate(rec.metric_names[1:]) if k in (n, f'train_{n}'))
     return half==pytest.approx([o/2 for o in ce], rel=TOL) and len(rec.values[0]) in (9,18)
 
+def scalars(learn):
+    fat = pytest.importorskip('fastai.callback.tensorboard', reason='logs to tensorboard, which is not installed')
+    learn.got = []
+    class Writer(fat.SummaryWriter):
+        def add_scalar(self, tag, v, step): learn.got.append([tag,v,step]); super().add_scalar(tag, v, step)
+    with mock.patch.object(fat, 'SummaryWriter', Writer):
+        learn.fit_one_cycle(3, cbs=fat.TensorBoardCallback(trace_model=True, log_preds=False))
+
+class Service:
+    "Stands in for a service that is not installed, and keeps what it is sent"
+    parent = None
+    def __init__(self, **kwargs): self.logged = []
+    def log(self, name, v): self.logged.append([name,v])
+    log_metric = log
+    def __getattr__(self, k): return noop
+
+def load(name, **modules):
+    "A new `fastai.callback.{name}` with stand-ins for the modules of its service"
+    spec = importlib.util.find_spec(f'fastai.callback.{name}')
+    res = importlib.util.module_from_spec(spec)
+    stand_ins = {k.replace('__','.'):SimpleNamespace(**v) for k,v in modules.items()}
+    with mock.patch.dict(sys.modules, stand_ins): spec.loader.exec_module(res)
+    return res
+
+def comet(): return load('comet', comet_ml=dict(Experiment=Service))
+def comet_mended():
+    module = comet()
+    module.keep_experiment_running = False
+    return module.CometCallback('p', log_model_weights=False)
+
+def azure():
+    run = SimpleNamespace(get_context=lambda allow_offline: Service())
+    return load('azureml', azureml={}, azureml__core={}, azureml__core__run=dict(Run=run),
+                azureml__exceptions=dict(RunEnvironmentException=Exception)).AzureMLCallback()
+
+def sends(name, cb, service, note):
+    "At each of three steps an epoch, and each epoch"
+    def fit(learn):
+        three(learn)
+        learn.got = [o for o in service(learn).logged if not o[0].endswith('time')]
+    def check(a, b):
+        n_acc = sum(k=='epoch__acc' for k,_ in b.got)
+        return [v for k,v in b.got if k=='batch__train_iter']==list(range(1,10)) and n_acc==3
+    return case('Loggers', name, compared='everything, and what is sent, without the times', cbs=cb, fit=fit,
+                metrics=acc, check=check, note=f'{note}A stand-in replaces the service.')
+
 test_loggers = alike(
     case('Loggers', 'CSVLogger', *given(CSVLogger, dict(fname='log.csv'), dict(fname='log.csv', append=True)), fit=csv,
          compared='everything, and the file without the times', note='With `append=True` too.', metrics=acc,
@@ -126,7 +172,18 @@ test_loggers = alike(
               'micro-batch counts with its own loss.', check=halves_of,
          metrics=[acc, AvgLoss(), Perplexity(), LossMetric('half'), F1Score(average='macro'),
                   skm_to_fastai(skm.cohen_kappa_score), RocAuc(multi_class='ovr'),
-                  AccumMetric(lambda p,t: F.cross_entropy(p, t), name='ce', flatten=False)]))
+                  AccumMetric(lambda p,t: F.cross_entropy(p, t), name='ce', flatten=False)]),
+    case('Loggers', 'TensorBoardCallback', metrics=acc, fit=scalars,
+         compared='everything, and each scalar with its step',
+         note='`train_iter` counts windows. With `trace_model=True` too.',
+         # also after each batch of validation
+         check=lambda a,b: [n for k,_,n in b.got if k=='train_loss']==[1,2,3,3,3, 4,5,6,6,6, 7,8,9,9,9]),
+    sends('AzureMLCallback', azure, lambda l: l.azure_ml.azurerun, ''),
+    sends('CometCallback, repaired', comet_mended, lambda l: l.comet.experiment,
+          'With `fastai.callback.comet.keep_experiment_running = False`. '))
+
+@row('Loggers', 'CometCallback', note='An error of fastai 2.8.12 itself, with and without accumulation.')
+def test_comet(works): works.fails_anyway(NameError, 'keep_experiment_running', partial(comet().CometCallback, 'p'))
 
 scheds = dict(lr=combined_cos(.25, 1e-3, .1, 1e-5), mom=lambda pct: .95-.2*math.sin(math.pi*pct), wd=SchedCos(.1, 1e-3),
               sqr_mom=SchedPoly(.9, .99, 2))
@@ -141,24 +198,6 @@ def test_param_scheduler(drop_last, works):
     ws = windows(a.got, 3, n_micro=8 if drop_last else 10)   # a tail that is dropped does not begin
     works.same(ws, [[h]*len(w) for h,w in zip(b.got, ws)], 'set')
     assert set(b.recorder.hps)==set(scheds) and len(b.got)==len(b.recorder.hps['wd'])==len(ws)==(6 if drop_last else 9)
-
-@row('Loggers', 'TensorBoardCallback', 'everything, and each scalar with its step',
-     note='`train_iter` counts windows. With `trace_model=True` too.')
-def test_tensorboard(works, tmp_path, monkeypatch):
-    pytest.importorskip('tensorboard', reason='logs to tensorboard, which is not installed')
-    import fastai.callback.tensorboard as fat
-    class Writer(fat.SummaryWriter):
-        def __init__(self, *args, **kwargs): self.scalars = []; super().__init__(*args, **kwargs)
-        def add_scalar(self, tag, v, step): self.scalars.append([tag,v,step]); super().add_scalar(tag, v, step)
-    monkeypatch.setattr(fat, 'SummaryWriter', Writer)
-    names = iter('ab')
-    a,b = pair(lambda: fat.TensorBoardCallback(tmp_path/next(names), trace_model=True, log_preds=False), metrics=acc,
-               fit=three)
-    works(a, b)
-    sa,sb = (l.tensor_board.writer.scalars for l in (a,b))
-    works.same(sa, sb, 'scalars')
-    # also after each batch of validation
-    assert [s for tag,_,s in sb if tag=='train_loss']==[1,2,3,3,3, 4,5,6,6,6, 7,8,9,9,9]
 
 @pytest.fixture
 def faw(monkeypatch, tmp_path):
@@ -202,53 +241,6 @@ def test_wandb_mended(faw, works, monkeypatch):
     assert len(b.got)==4*(3*2+2)+2 and sum('raw_loss' in d for _,d in b.got)==12
     at = [d['epoch'] for _,d in a.got if 'epoch' in d]
     assert at==pytest.approx([e+f for e in range(4) for f in (1/3,2/3,1,1)])
-
-class Service:
-    "Stands in for a service that is not installed, and keeps what it is sent"
-    parent = None
-    def __init__(self, **kwargs): self.logged = []
-    def log(self, name, v): self.logged.append([name,v])
-    log_metric = log
-    def __getattr__(self, k): return noop
-
-def load(monkeypatch, name, **modules):
-    "A new `fastai.callback.{name}` with stand-ins for the modules of its service"
-    for k,v in modules.items(): monkeypatch.setitem(sys.modules, k.replace('__','.'), SimpleNamespace(**v))
-    spec = importlib.util.find_spec(f'fastai.callback.{name}')
-    res = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(res)
-    return res
-
-def comet(monkeypatch): return load(monkeypatch, 'comet', comet_ml=dict(Experiment=Service))
-def comet_mended(monkeypatch):
-    module = comet(monkeypatch)
-    module.keep_experiment_running = False
-    return partial(module.CometCallback, 'p', log_model_weights=False),lambda learn: learn.comet.experiment
-
-def azure(monkeypatch):
-    run = SimpleNamespace(get_context=lambda allow_offline: Service())
-    module = load(monkeypatch, 'azureml', azureml={}, azureml__core={}, azureml__core__run=dict(Run=run),
-                  azureml__exceptions=dict(RunEnvironmentException=Exception))
-    return module.AzureMLCallback,lambda learn: learn.azure_ml.azurerun
-
-@row('Loggers', 'CometCallback', note='An error of fastai 2.8.12 itself, with and without accumulation.')
-def test_comet(works, monkeypatch):
-    works.fails_anyway(NameError, 'keep_experiment_running', partial(comet(monkeypatch).CometCallback, 'p'))
-
-sends = partial(row, 'Loggers', compared='everything, and what is sent, without the times')
-stand_in = 'A stand-in replaces the service.'
-@pytest.mark.parametrize('service', [pytest.param(azure, marks=sends('AzureMLCallback', note=stand_in)),
-    pytest.param(comet_mended, marks=sends('CometCallback, repaired',
-        note=f'With `fastai.callback.comet.keep_experiment_running = False`. {stand_in}'))])
-def test_services(service, works, monkeypatch, tmp_path):
-    "At each of three steps an epoch, and each epoch"
-    monkeypatch.chdir(tmp_path)   # where one would write `outputs/model_summary.txt`
-    make,sent = service(monkeypatch)
-    a,b = pair(make, metrics=acc, fit=three)
-    works(a, b)
-    sa,sb = ([o for o in sent(l).logged if not o[0].endswith('time')] for l in (a,b))
-    works.same(sa, sb, 'sent')
-    assert [v for k,v in sb if k=='batch__train_iter']==list(range(1,10)) and sum(k=='epoch__acc' for k,_ in sb)==3
 
 # Predictions
 
