@@ -3,6 +3,7 @@ import pickle,weakref
 from harness import *
 from test_unusual import named
 from fastai.callback.hook import ActivationStats
+from fastai_accum.loop import in_charge
 
 cases = dict(
     kept      = dict(cbs=lambda: AccumulateStep(4)),
@@ -121,36 +122,18 @@ def test_a_subclass_with_its_own_before_fit():
         assert learn.accumulate_step.counts.sizes==[32,32]
 
 class Validates(Callback):
-    "Validates in the middle of an epoch, which leaves the learner in validation"
-    run_valid,seen = False,()
-    def after_batch(self):
-        if self.iter==1: self.learn.validate()
-
-kept = 'dl iter n_iter epoch train_iter pct_train xb yb pred loss smooth_loss final_record'.split()
-
-class Predicts(Callback):
-    "Gets predictions in the middle of an epoch, or within the fit, after the step, and puts the learner back"
+    "Validates in the middle of an epoch, after the step or within it, which leaves the learner in validation"
     run_valid = False
-    def __init__(self, event, inner): self.inner = inner; setattr(self, event, self._predict)
-    def before_fit(self): self.seen = []
-    def _predict(self):
-        if self.iter%2: return
-        was = {k:v for k,v in vars(self.learn).items() if k in kept}
-        # validation sets it back
-        recorder = {k:deepcopy(v) for k,v in vars(self.learn.recorder).items() if k!='learn'}
-        self.seen += self.learn.get_preds(inner=self.inner)
-        for k,v in was.items(): setattr(self.learn, k, v)
-        vars(self.learn.recorder).update(recorder)
-        self.learn.training = True
-        self.model.train()
+    def __init__(self, event): self.seen = []; setattr(self, event, self._validate)
+    def _validate(self):
+        if self.iter==1: self.seen.append(list(self.learn.validate()))
 
-callbacks = dict(validates=Validates, predicts=partial(Predicts, 'after_batch', False),
-                 inside=partial(Predicts, 'after_step', True))
-
-@each(7, name=callbacks, case=['kept','dropped','n_samples','shorter','micro','coupled','both'])
-def test_what_acts_once_a_batch(name, case):
-    a,b = same(**cases[case], also=callbacks[name], but=('final_record','values') if name=='validates' else ())
-    close(*(first(o.seen for o in l.cbs if hasattr(o, 'seen')) for l in (a,b)))
+@each(7, event=['after_batch','after_step','before_step'],
+      case=['kept','dropped','n_samples','shorter','micro','coupled','both'])
+def test_validates_in_the_middle_of_an_epoch(event, case):
+    a,b = same(**cases[case], also=partial(Validates, event), but=('final_record','values'))
+    close(a.validates.seen, b.validates.seen)
+    assert len(a.validates.seen)==2 and in_charge(a).counts.n_steps==len(a.spy.steps)
 
 class Own(Learner):
     "Overrides what fastai's loop calls"

@@ -65,35 +65,37 @@ def step_bytes(learn, fakegpu):
 @simulated   # on a real GPU, the workspaces of cuDNN are larger than these models
 def test_a_step_takes_a_small_part(device, fakegpu, capsys):
     large = step_bytes(get_learner(), fakegpu)
-    ways = MicroBatch(4, exact=True),MicroBatch(8, exact=True),OffloadActivations(),MicroBatch(8)
+    ways = (MicroBatch(4, exact=True), MicroBatch(8, exact=True), OffloadActivations(), MicroBatch(8),
+            GradientCheckpointing(room=0))
     found = [step_bytes(get_learner(o), fakegpu)/large for o in ways]
-    assert found[0]<found[1]<=.11 and found[2]<=.16 and found[3]<=.26, found
+    assert found[0]<found[1]<=.11 and found[2]<=.16 and found[3]<=.26 and found[4]<=.46, found
 
 # ---- memory runs out
 
 def take(x): torch.empty(len(x)*64*1024, dtype=torch.uint8, device=x.device)   # memory for each sample
 
-def needs(where):
+def needs(where, model):
     "Takes it in one place"
     def f(m, x):
         if where=='forward' or where=='validation' and not m.training: take(x)
-        res = m.lin(x)
+        res = m.m(x)
         if where=='backward' and res.requires_grad: res.register_hook(take)
         return res
-    torch.manual_seed(0)
-    return Odd(f, lin=nn.Linear(6, 3)).double()
+    return Odd(f, m=model())
 
 def needy(pred, y):
     if pred.requires_grad: take(pred)
     return F.cross_entropy(pred, y)
 
 @there
-@pytest.mark.parametrize('where', ['forward','backward','loss','validation'])
-def test_a_real_limit(where, device, fakegpu, capsys):
+@pytest.mark.parametrize('where,model,kw', [
+    *((o,small_model,{}) for o in ('forward','backward','loss','validation')),
+    *((o,normed,dict(exact=True)) for o in ('forward','backward'))])
+def test_a_real_limit(where, model, kw, device, fakegpu, capsys):
     "`MicroBatch()` finds a size that fits, and trains as with the whole batch; with `get_preds` too"
     def train(*cbs, limit=None):
-        learn = make_learner(make_dls(76, 32, valid_bs=24), needs(where), needy if where=='loss' else F.cross_entropy,
-                             cbs=cbs, splitter=trainable_params)
+        loss = needy if where=='loss' else F.cross_entropy
+        learn = make_learner(make_dls(76, 32, valid_bs=24), needs(where, model), loss, cbs=cbs, **one_group)
         learn.model.to(device)
         gc.collect()   # what other tests have left is no room
         fakegpu.set_limit(limit and fakegpu.memory_allocated()+limit)
@@ -101,26 +103,11 @@ def test_a_real_limit(where, device, fakegpu, capsys):
             learn.fit(2)
             return learn,learn.get_preds()
         finally: fakegpu.set_limit(None)
-    (a,preds_a),(b,preds_b) = train(MicroBatch(), limit=12*64*1024),train()
+    (a,preds_a),(b,preds_b) = train(MicroBatch(**kw), limit=12*64*1024),train()
     assert_same(a, b)
     close(preds_a, preds_b)
     if where!='loss': assert 'memory ran out' in capsys.readouterr().out
     assert a.micro_batches.fits and max(a.micro_batches.fits.values())<=12
-
-@there
-def test_a_real_limit_with_exact(device, fakegpu, capsys):
-    "Down to three tenths of the memory that a step with the whole batch takes"
-    large = get_learner(n_batches=2, dtype=torch.float64)
-    peak = step_bytes(large, fakegpu)
-    learn = get_learner(MicroBatch(exact=True), n_batches=2, dtype=torch.float64)
-    learn.fit(1)   # the proof, and gradients
-    let_go(learn)
-    learn.micro_batches.fits.clear()
-    fakegpu.set_limit(fakegpu.memory_allocated()+int(.3*peak))
-    try: learn.fit(1)
-    finally: fakegpu.set_limit(None)
-    assert learn.micro_batches.fits[True]<=16
-    close(weights(learn), weights(large), 1e-10)
 
 @there
 def test_what_fits_counts_what_is_free(device, fakegpu, capsys):

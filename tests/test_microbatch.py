@@ -36,15 +36,6 @@ def test_validation_in_slices(coupled):
     c,_ = run(valid=False)
     assert [max(n for n,t in logs[c.model] if t==training) for training in (False,True)]==[16,5]
 
-@modes
-def test_batches_of_strings(coupled):
-    "A batch of strings is cut in training and in validation alike"
-    def row(t): return torch.arange(6).double()*len(t)/10-len(t)
-    model = sizes(lambda m, texts: m.m(torch.stack(list(map(row, texts)))))
-    a,b = whole(lambda: MicroBatch(5, coupled=coupled, prove=False), x=L(['a','bb','ccc','dddd']*19), model=model)
-    close(a.validate(), b.validate())
-    assert [max(logs[l.model])[0] for l in (a,b)]==[5,32]
-
 @each(3, shape=[(),(1,)], kw=ways)
 def test_a_scale_beside_the_predictions(kw, shape):
     "CLIP's is one number, SigLIP's has a dimension: the gradient of what all slices share is right, too"

@@ -219,10 +219,3 @@ def test_nothing_stays_once_memory_has_run_out(cb, when, device, fakegpu):
     try: learn.fit(1)
     finally: fakegpu.set_limit(None)
     assert learn.full.ns[3]>0 and learn.full.ns[5]==0 and learn.room.device is None, learn.full.ns
-
-@simulated
-def test_the_share_of_a_process(device, fakegpu, monkeypatch):
-    monkeypatch.setattr(fakegpu, 'get_per_process_memory_fraction', lambda d: .5, raising=False)
-    x = torch.ones(1000, device=device)
-    free = fakegpu.mem_get_info(device)[1]//2-fakegpu.memory_allocated(device)
-    assert x.device==device and free_bytes(device)==free*11//12

@@ -5,7 +5,7 @@ import pickle,matplotlib
 from nets import *
 from fastai_accum.all import *
 from kinds import Odd
-import test_endings,test_lr_find,test_windows
+import test_endings,test_lr_find
 from test_exact import X2,Y2,PictureNet,draws,images,of_pictures,same_slices
 matplotlib.use('Agg')
 SECOND = GPU.replace('0', '1')
@@ -16,9 +16,6 @@ pytestmark = [pytest.mark.parametrize('device', [GPU], indirect=True), pytest.ma
               pytest.mark.filterwarnings('ignore:.*batch norm')]   # it does see micro-batches here
 
 # ---- cases of the other files
-
-@each(case=[('adam', 'twice', 8, 76, dict(n_step=4)), ('torch_adamw', 'fine_tune', 24, 200, dict(n_samples=64))])
-def test_windows_on_a_device(case): test_windows.check(*case)
 
 def test_lr_find_curve_and_turn_on_accumulation(tmp_path): test_lr_find.curve('n_samples', 'patch', tmp_path)
 

@@ -241,13 +241,18 @@ def test_what_fits_on_a_device(fakegpu):
 
 @simulated
 def test_the_budget_of_a_device(fakegpu, monkeypatch):
-    "With a stand-in for the allocator: 1000 bytes are free, 300 are kept for new tensors, and `f` takes 250 at most"
+    """With a stand-in for the allocator: 1000 bytes are free, 300 are kept for new tensors, `f` takes 250 at most; or
+    half of 2000 bytes are for this process, which has 500 of them"""
     now = dict(memory_allocated=500, memory_reserved=800, max_memory_allocated=500)
     for k in now: monkeypatch.setattr(fakegpu, k, lambda d, k=k: now[k])
     monkeypatch.setattr(fakegpu, 'mem_get_info', lambda d: (1000, 9999))
     monkeypatch.setattr(fakegpu, 'reset_peak_memory_stats', noop)
     device = torch.device('fakegpu:0')
     assert ways.free_here(device)==11*1300//12
+    with monkeypatch.context() as m:
+        m.setattr(fakegpu, 'mem_get_info', lambda d: (1000, 2000))
+        m.setattr(fakegpu, 'get_per_process_memory_fraction', lambda d: .5, raising=False)
+        assert ways.free_here(device)==11*500//12
     assert ways.peak_bytes(lambda: now.update(memory_allocated=600, max_memory_allocated=750), device)==250
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='tries what fits on a GPU, and this machine has none')
