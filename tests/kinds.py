@@ -387,11 +387,9 @@ def texts(n=32, t=12):
 whole_batch = dict(at_batch, whole=True, says='It begins in the Odd[. ]')
 rows('padding', E, C, kw=dict(whole_batch, data=lambda: (texts(),classes(32))),
      cut_to_the_longest=words(lambda m, x: m.e(x[:,:int(lengths(x).max())]).mean(1)),
-     cut_to_the_shortest=words(lambda m, x: m.e(x[:,:int(lengths(x).min())]).mean(1)),
      relative_lengths=words(lambda m, x: m.e(x).sum(1)/lengths(x).max()))
 rows('groups of rows', E, C, kw=dict(whole_batch, data=lambda: ((features(32),classes(32, 7)), classes(32))),
      mean_of_a_group=by_label(lambda h, k: h-.5*same_as(k)@h/same_as(k).sum(1, keepdim=True)),
-     first_of_a_group=by_label(lambda h, k: h+h[same_as(k).argmax(1)]),
      attention_in_a_group=by_label(lambda h, k: h+torch.softmax((h@h.T).masked_fill(same_as(k)==0, -math.inf), 1)@h))
 
 def chosen(k): return one(lambda m, h: h*(1+h.new_zeros(len(h), 1).index_fill(0, k(h.norm(dim=1)), 1.)))

@@ -7,8 +7,7 @@ from kinds import Odd
 from fastai_accum.all import *
 from fastai_accum.modes import Coins,middle
 from fastai_accum.proof import dry as the_record
-from fastai.callback.hook import Hook
-from fastai_accum.proof.dry import Dry,planning
+from fastai_accum.proof.dry import Dry
 from fastai_accum.slices import Refused
 
 images = torch.randn(20,3,16,16, generator=torch.Generator().manual_seed(0))
@@ -35,17 +34,6 @@ def test_the_middle_of_each_range():
                  F.dropout(torch.ones(1))]
     assert [o.item() for o in drawn]==[.5, 3, 4, .5, .25, 4, .25, 1]
 
-def test_hooks_of_callbacks_are_set_aside():
-    class Seen(Callback):
-        def note(self, *_): self.n = self.n+1
-        n = 0
-    cb,m = Seen(),nn.Linear(2,2)
-    for h in cb.note,partial(cb.note),lambda *_: cb.note(): m.register_forward_hook(h)
-    hook = Hook(m, lambda *_: cb.note())
-    Dry(m).run(lambda x: m(x), [(torch.ones(1,2),)])
-    assert cb.n==0 and len(m._forward_hooks)==4
-    hook.remove()
-
 def test_a_hook_that_knows_the_learner():
     "It is the user's, and mixes samples"
     learn = learner(net(), MicroBatch(3, exact=True))
@@ -53,11 +41,6 @@ def test_a_hook_that_knows_the_learner():
     def hook(m, xs, out): epoch(); return out-out.mean(0)
     learn.model[1].register_forward_hook(hook)
     refused(learn, 'is not possible', Refused)
-
-@each(k=ways, n=[2,3])
-def test_few_samples(k, n):
-    m = net()
-    learner(m, ways[k](m), n=n, bs=n).fit(1)
 
 class Backward(torch.autograd.Function):
     @staticmethod
@@ -149,16 +132,6 @@ def test_a_line_says_how_far_it_is_and_the_epoch_does_not_count_it(capsys):
     assert len(re.findall(r'is tried on your model, about \d+ s more', out))==5, out
     assert learn.recorder.start_epoch>ran[0]   # it began before the trial, and the trial's time is not its own
 
-def breaks(m, x):
-    "Cannot be tried"
-    if planning.get(): raise IndexError('not here')
-    return x
-
-def test_what_cannot_be_tried_is_said_in_each_fit():
-    learn = learner(net(Odd(breaks)), MicroBatch(3, coupled=True))
-    for _ in range(2):
-        with pytest.warns(UserWarning, match='was not tried on your model.*not here.*not known'): learn.fit(1)
-
 def single(m, x):
     if x.dtype==torch.float64: raise RuntimeError('expected float32')
     return x
@@ -187,17 +160,6 @@ def test_how_often_it_is_proved(case, monkeypatch, capsys):
     fit(learner(m := model(), way(m), splitter=halves))
     said = re.findall(r'is proved on your model: 4 samples.* What is proved: https://', capsys.readouterr().out)
     assert len(said)==n
-
-class OwnBackward(Callback):
-    "A second backward pass through the batch's predictions"
-    def before_backward(self): (.1*self.pred.pow(2).mean()).backward(retain_graph=True)
-
-@each(case=[(dict(coupled=True, exact=True), lambda: normed(nn.Dropout(.3)), noop),
-            *((o, small_model, OwnBackward) for o in (dict(exact=True),dict(coupled=True)))])   # without norms
-def test_trains_as_the_whole_batch(case):
-    "Coupled and exact together are exact; and beside a callback with a backward pass of its own"
-    kw,model,also = case
-    same(lambda: MicroBatch(5, **kw), bs=32, model=model, also=also)
 
 def nearest(pred, y): return sum((p-r['box']).pow(2).mean() for p,r in zip(pred, y))/len(y)
 
