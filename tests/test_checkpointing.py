@@ -141,22 +141,6 @@ def test_two_threads_go_backward(n):
         got = in_two_threads(GradientCheckpointing().recomputing, n)
         assert all(map(torch.equal, got, want))
 
-def test_removed():
-    "Removed in the middle of an epoch: that epoch is finished as it began, and the next is plain"
-    learn = get_learner().gradient_checkpointing()
-    ns,seen = calls(learn),[]
-    def f(cb): return cb.learn.remove_cb(GradientCheckpointing) if cb.training else None
-    learn.fit(2, cbs=[Callback(after_batch=f), Callback(after_train=lambda cb: seen.append(ns[0]))])
-    assert seen==[4,7] and is_returned(learn), seen
-
-def test_added():
-    "By another callback, from the next epoch on"
-    learn = get_learner()
-    ns = calls(learn)
-    def add(cb): return None if 'checkpointing' in vars(learn) else learn.add_cb(GradientCheckpointing())
-    learn.fit(2, cbs=Callback(before_batch=add))
-    assert ns[0]==3+5 and is_returned(learn)
-
 def changed(f):
     m = Net()
     f(m)

@@ -33,21 +33,6 @@ def test_a_window_that_is_thrown_away_clears_all(case):
     assert learn.micro.i==at   # the rest of the window is drawn, not run
     for p in *learn.model.parameters(),learn.loss_func.s: assert p.grad is None or not p.grad.any()
 
-@each(8, cbs=[(AccumulateStep,),(MicroBatch,),(AccumulateStep,MicroBatch)],
-       event='''before_epoch before_train before_batch after_loss after_backward before_step after_batch
-                after_train'''.split())
-def test_removed_in_mid_epoch(cbs, event):
-    "This epoch goes on as it was planned, and the next one is without them; of two callbacks the other one goes on"
-    in_loop = event not in ('before_epoch','before_train','after_train')
-    def remove(cb):
-        if cb.epoch==0 and (cb.train_iter==1 or not in_loop):
-            cb.learn.remove_cbs(cb.learn.cbs.filter(risinstance(cbs[0])))
-    learn = make_learner(make_dls(76, 8), cbs=[*(o(4) for o in cbs), Callback(**{event:remove})])
-    learn.fit(2)
-    is_clean(learn)
-    n = 3 if AccumulateStep in cbs and (in_loop or event=='after_train') else 10
-    assert len(learn.spy.steps)==n+10 and not learn.cbs.filter(risinstance(cbs[0]))
-
 @each(cb=[AccumulateStep(4), AccumulateStep(4, drop_last=True), MicroBatch(3)])
 def test_progress_moves_at_each_micro_batch(cb, monkeypatch):
     "The bar counts the batches of the loader; those of a dropped tail are not run"
