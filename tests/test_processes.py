@@ -2,13 +2,16 @@
 
 All cases run in one set of processes for each number of them, since starting them takes longer than training; no wait
 is without a limit."""
-import os,subprocess,sys
+import os,socket,subprocess,sys
 import pytest
 pytest.importorskip('accelerate',
                     reason='fastai trains in several processes through accelerate, which is not installed')
 from several import *
 
 LIMIT = 3600   # seconds, a guard against processes that wait for ever: no test is to come near it
+
+def free_port():
+    with socket.socket() as s: s.bind(('127.0.0.1', 0)); return s.getsockname()[1]
 
 root = Path(__file__).resolve().parents[1]
 path = filter(None, [os.environ.get('PYTHONPATH'), str(root)])
@@ -101,38 +104,58 @@ from fastai.basics import *
 from fastai.distributed import *
 from fastai_accum.all import *
 
+gpu = torch.cuda.device_count()>=2
+def on_cpu(self, t, rank): t = LongTensor(t); torch.distributed.broadcast(t, rank); return t.tolist()
+if not gpu: DistributedDL._broadcast = on_cpu   # fastai's moves it to a GPU
+
 x,y = torch.randn(90, 6, generator=torch.Generator().manual_seed(0)).double(),torch.arange(90)%3
 
 def get_learner(*dls):
     set_seed(0)
-    model = nn.Sequential(nn.Linear(6,8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8,3)).double()
+    norm = nn.BatchNorm1d(8) if gpu else nn.LayerNorm(8)   # synchronised batch norm needs GPUs
+    model = nn.Sequential(nn.Linear(6,8), norm, nn.ReLU(), nn.Linear(8,3)).double()
     return Learner(DataLoaders(*dls), model, loss_func=nn.CrossEntropyLoss(), default_cbs=False,
                    cbs=[TrainEvalCallback(), AccumulateStep(n_step=2)])
 
-learn = get_learner(*(DataLoader(list(zip(x,y)), bs=bs) for bs in (9,15)))
-with learn.distrib_ctx(): learn.fit(2, .01)
-device = next(learn.model.parameters()).device
-# the micro-batches of both processes
-joined = [torch.cat([torch.arange(i, i+9), torch.arange(45+i, 54+i)]) for i in range(0, 45, 9)]
-alone = get_learner(*(DataLoader([(x[i].to(device),y[i].to(device)) for i in o], bs=None)
-                      for o in (joined, [torch.arange(90)])))
-alone.model.to(device)
-alone.fit(2, .01)
-a,b = (torch.cat([o.double().flatten() for o in l.model.state_dict().values()]) for l in (learn,alone))
-err,c = (a-b).norm()/b.norm(),learn.accumulate_step.counts
-assert err<=1e-12, err
-print(f'process {rank_distrib()} of {num_distrib()}: {c.n_steps} steps, {c.n_stepped} samples', flush=True)
+def train():
+    learn = get_learner(*(DataLoader(list(zip(x,y)), bs=bs) for bs in (9,15)))
+    with learn.distrib_ctx(cpu=not gpu, sync_bn=gpu): learn.fit(2, .01)
+    device = next(learn.model.parameters()).device
+    # the micro-batches of both processes
+    joined = [torch.cat([torch.arange(i, i+9), torch.arange(45+i, 54+i)]) for i in range(0, 45, 9)]
+    alone = get_learner(*(DataLoader([(x[i].to(device),y[i].to(device)) for i in o], bs=None)
+                          for o in (joined, [torch.arange(90)])))
+    alone.model.to(device)
+    alone.fit(2, .01)
+    a,b = (torch.cat([o.double().flatten() for o in l.model.state_dict().values()]) for l in (learn,alone))
+    err,c = (a-b).norm()/b.norm(),learn.accumulate_step.counts
+    assert err<=1e-12, err
+    print(f'process {rank_distrib()} of {num_distrib()}: {c.n_steps} steps, {c.n_stepped} samples', flush=True)
 '''
-
-@pytest.mark.skipif(torch.cuda.device_count()<2,
-                    reason='trains on two GPUs with NCCL and synchronised batch norm, and this machine has fewer')
-def test_on_gpus(tmp_path):
-    """45 samples an epoch in each process, in windows of 18, 18 and 9; running statistics are compared too. The page
-    about several GPUs runs such a script on the CPU"""
-    (tmp_path/'train.py').write_text(script)
-    torchrun = '-m torch.distributed.run --standalone --nproc_per_node 2'.split()
-    res = subprocess.run([sys.executable, *torchrun, 'train.py'], cwd=tmp_path, env={**os.environ, **env},
-                         capture_output=True, text=True, timeout=LIMIT)
+def launched(how, folder):
+    "Two processes train, however they are started: 45 samples an epoch in each, in windows of 18, 18 and 9"
+    (folder/'train.py').write_text(script + '\nif __name__=="__main__": train()')
+    start = f'notebook_launcher(train, num_processes=2, use_port="{free_port()}")'
+    (folder/'notebook.py').write_text(f'{script}\nfrom accelerate import notebook_launcher\n{start}')
+    args = dict(torchrun=['-m', 'torch.distributed.run', '--nproc_per_node', '2', '--master_port', str(free_port()),
+                          'train.py'], notebook_launcher=['notebook.py'],
+                accelerate=['-m', 'accelerate.commands.launch', '--multi_gpu', '--num_processes', '2',
+                            '--main_process_port', str(free_port()), 'train.py'])[how]
+    res = subprocess.run([sys.executable, *args], cwd=folder, env={**os.environ, **env}, capture_output=True, text=True,
+                         timeout=LIMIT)
     assert not res.returncode, res.stdout+res.stderr[-3000:]
     said = sorted(re.findall(r'process \d of 2: \d+ steps, \d+ samples', res.stdout))
     assert said==[f'process {r} of 2: 6 steps, 90 samples' for r in range(2)]
+
+@pytest.mark.parametrize('how', ['torchrun','notebook_launcher','accelerate'])
+def test_launched(how, tmp_path, monkeypatch):
+    "A script in `distrib_ctx` trains what one process trains; the page about several GPUs runs its own"
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
+    launched(how, tmp_path)
+
+@pytest.mark.skipif(torch.cuda.device_count()<2,
+                    reason='trains on two GPUs with NCCL and synchronised batch norm, and this machine has fewer')
+@pytest.mark.parametrize('how', ['torchrun','accelerate'])
+def test_on_gpus(how, tmp_path):
+    "The same with NCCL and synchronised batch norm, whose running statistics are compared too"
+    launched(how, tmp_path)
