@@ -1,7 +1,7 @@
 """Blocks that are computed again in the backward pass: bit for bit the plain run.
 
 The models are float32, as users train them, and nothing is allowed to differ: weights, buffers, the state of the
-optimizer, losses, and the states of the generators. Only the memory at the peak does, which `test_memory` measures."""
+optimizer, losses, and the states of the generators. Only the memory at the peak does, and that is measured."""
 import pytest
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack,nullcontext
@@ -13,6 +13,8 @@ from fastai_accum.memory.checkpointing import *
 from fastai_accum.microbatch import *
 from fastai_accum.proof.dry import planning
 from fastai_accum.memory.offload import *
+from test_memory import tower
+from common import held_bytes,peak_bytes   # of benchmarks
 
 def encoder():
     "PyTorch's transformer"
@@ -202,3 +204,13 @@ def test_find_blocks():
         inside = [id(o) for b in find_blocks(make()) for m in b.ms for o in m.modules()]
         assert inside and len(inside)==len(set(inside)), 'blocks overlap'
     assert str(Block('', plain(4)))=='the model' and names(shares_its_activation())=='model[0:4] model[4:8]'
+
+def test_memory_of_checkpointing():
+    "Bytes at the peak of a training step of 8 images of 64 pixels, parameters and buffers included"
+    def peak(on):
+        learn = get_learner(partial(tower, n=10), lambda: images(64, 8)()[:1], opt_func=SGD)
+        on(learn.add_cb(NoValid()))
+        learn.fit(1)
+        return peak_bytes(lambda: learn.fit(1), torch.device('cpu'))+held_bytes(learn)[0]
+    a,b = peak(Learner.gradient_checkpointing),peak(noop)
+    assert a/b<=.4, f'{a/b:.3f} of the memory of the plain run'

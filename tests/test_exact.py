@@ -373,7 +373,6 @@ def test_once_a_fit(kw):
     with mock.patch.object(Dry, 'run', lambda *args, **more: runs.append(1) or run(*args, **more)): learn.fit(2)
     assert len(runs)==(2 if 'exact' in kw else 0)
 
-
 @each(shape=[(6,4), (6,4,5,3), (3,2,2,2,2)], dtype=[torch.float64,torch.float32])
 def test_statistics(shape, dtype):
     tol = 1e-14 if dtype==torch.float64 else 1e-6

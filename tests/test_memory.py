@@ -65,10 +65,9 @@ def step_bytes(learn, fakegpu):
 @simulated   # on a real GPU, the workspaces of cuDNN are larger than these models
 def test_a_step_takes_a_small_part(device, fakegpu, capsys):
     large = step_bytes(get_learner(), fakegpu)
-    ways = (MicroBatch(4, exact=True), MicroBatch(8, exact=True), OffloadActivations(), MicroBatch(8),
-            GradientCheckpointing(room=0))
+    ways = MicroBatch(4, exact=True),MicroBatch(8, exact=True),OffloadActivations(),MicroBatch(8)
     found = [step_bytes(get_learner(o), fakegpu)/large for o in ways]
-    assert found[0]<found[1]<=.11 and found[2]<=.16 and found[3]<=.26 and found[4]<=.46, found
+    assert found[0]<found[1]<=.11 and found[2]<=.16 and found[3]<=.26, found
 
 # ---- memory runs out
 
