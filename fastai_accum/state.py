@@ -386,6 +386,7 @@ class Held:
 # %% ../nbs/state.ipynb #heldpar2
 class ModelState(State):
     "What a forward pass can change, of what is in the list `held`, as it is now"
+    passing = None   # the keys of what differs while slices wait, in the first batch
     def __init__(self, held):
         super().__init__(held.now(), generators=held.generators)
         self.ms,self.logs = held.ms,held.logs
@@ -399,6 +400,7 @@ class ModelState(State):
         """The part of it with the keys `found`, or all, without the buffers `but`; with the lists and dictionaries
         that it holds now, since a model may make them anew for each batch"""
         res = copy(self)
+        res.passing = set() if found is None else None
         slots = self.dicts+self.rest
         def is_in(p): return _key(p) not in but and (found is None or id(p[0]) in found or _key(p) in found)
         buffers = [o for o in zip(self.places, self.tensors) if is_in(o[0])]
@@ -411,7 +413,13 @@ class ModelState(State):
             res.was = [was[id(o)] if id(o) in was else contents(o) for o in res.dicts+res.rest]
         return res
 
-    def found(self): return {*map(id, self.changed()), *map(_key, self.places)}   # the keys of what may change again
+    def note(self):
+        "Note what a slice that waits has changed: `functional_call` puts the parameters back as it ends"
+        if self.passing is not None: self.passing |= {*map(id, self.changed())}
+
+    def found(self):
+        "The keys of what may change again"
+        return {*map(id, self.changed()), *self.passing, *map(_key, self.places)}
 
     def late(self, part, but=()):
         "The keys of what has changed, although it is not in the `part`, nor a buffer in `but`"

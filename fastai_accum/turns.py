@@ -56,7 +56,9 @@ class Turns:
             state.lend()
             state.renewed().rewind()   # or cuDNN goes on with its own masks
         try: yield
-        finally: self.own[k] = state.now()
+        finally:
+            state.note()
+            self.own[k] = state.now()
 
     def end(self):
         "Let the model hold what its last slice leaves, but the rows of all, and in buffers the mean"

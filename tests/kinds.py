@@ -88,7 +88,7 @@ def hook_fills_a_dict():
 
 swaps = 'swaps something and puts it back'
 
-@kind(swaps, E, G)
+@kind(swaps, E, G, to=controls)
 def averaged_weights():
     def f(m, h):
         own = {k:.5*p+.5*m.avg[k] for k,p in m.inner.named_parameters()}
@@ -241,7 +241,7 @@ rows(picks, E, shuffle=(one(lambda m, h: h+h[torch.randperm(len(h))]), 'randperm
 
 gone = 'an attribute that is gone at the end'
 
-@odd(gone, E, G, a=norm, b=norm, tmp=noop)
+@odd(gone, E, G, to=controls, a=norm, b=norm, tmp=noop)
 def none_again(m, h):
     m.tmp = m.a(h)
     y = m.b(h.tanh())+m.tmp
