@@ -97,7 +97,7 @@ def averaged_weights():
     m.avg = {k:p.detach().double()*.9 for k,p in m.inner.named_parameters()}
     return m
 
-@odd(swaps, E, G, inner=deep)
+@odd(swaps, G, E, inner=deep)
 def data_of_parameters(m, h):
     was = [p.data for p in m.inner.parameters()]
     for p in m.inner.parameters(): p.data = p.data*.5
@@ -105,7 +105,7 @@ def data_of_parameters(m, h):
     for p,d in zip(m.inner.parameters(), was): p.data = d
     return y
 
-@odd(swaps, E, G, inner=deep)
+@odd(swaps, G, E, inner=deep)
 def eval_and_back(m, h):
     m.eval(); target = m.inner(h).detach(); m.train()
     return m.inner(h)*target
@@ -241,7 +241,7 @@ rows(picks, E, shuffle=(one(lambda m, h: h+h[torch.randperm(len(h))]), 'randperm
 
 gone = 'an attribute that is gone at the end'
 
-@odd(gone, E, G, to=controls, a=norm, b=norm, tmp=noop)
+@odd(gone, G, E, to=controls, a=norm, b=norm, tmp=noop)
 def none_again(m, h):
     m.tmp = m.a(h)
     y = m.b(h.tanh())+m.tmp
