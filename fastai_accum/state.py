@@ -386,7 +386,7 @@ class Held:
 # %% ../nbs/state.ipynb #heldpar2
 class ModelState(State):
     "What a forward pass can change, of what is in the list `held`, as it is now"
-    passing = None   # the keys of what differs while slices wait, in the first batch
+    passing = None   # in the first batch, the keys of what slices have changed while they wait
     def __init__(self, held):
         super().__init__(held.now(), generators=held.generators)
         self.ms,self.logs = held.ms,held.logs
@@ -412,10 +412,6 @@ class ModelState(State):
             was = dict(zip(map(id, slots), self.was))
             res.was = [was[id(o)] if id(o) in was else contents(o) for o in res.dicts+res.rest]
         return res
-
-    def note(self):
-        "Note what a slice that waits has changed: `functional_call` puts the parameters back as it ends"
-        if self.passing is not None: self.passing |= {*map(id, self.changed())}
 
     def found(self):
         "The keys of what may change again"

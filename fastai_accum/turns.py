@@ -57,7 +57,7 @@ class Turns:
             state.renewed().rewind()   # or cuDNN goes on with its own masks
         try: yield
         finally:
-            state.note()
+            if state.passing is not None: state.passing.update(map(id, state.changed()))   # as `functional_call` does
             self.own[k] = state.now()
 
     def end(self):
