@@ -117,6 +117,32 @@ def scalars(learn):
     with mock.patch.object(fat, 'SummaryWriter', Writer):
         learn.fit_one_cycle(3, cbs=fat.TensorBoardCallback(trace_model=True, log_preds=False))
 
+def entries(learn):
+    "Of a run of W&B without network"
+    wandb = pytest.importorskip('wandb', reason='logs to W&B, whose package wandb is not installed')
+    import fastai.callback.wandb as faw
+    learn.got = []
+    def log(d, step=None):
+        d = dict(d)
+        assert d.pop('train_samples_per_sec', 1)>0
+        learn.got.append([step,d])
+        run.log(d, step=step)
+    def init_args_of(o): return init_args(o) if hasattr(o, '__dict__') else {}   # where its error is
+    env = dict(WANDB_MODE='offline', WANDB_DIR='.', WANDB_SILENT='true', WANDB_CONSOLE='off')
+    with (mock.patch.dict(os.environ, env), mock.patch.object(faw, 'init_args', init_args_of, create=True),
+          mock.patch.object(faw.WandbCallback, '_wandb_watch_called', False)):
+        run = wandb.init(project='p')
+        wandb.log = log   # `init` has set it
+        learn.add_cb(faw.WandbCallback(log_preds=False))
+        learn.fit_one_cycle(3); learn.fit(1)
+        wandb.finish(); wandb.teardown()
+
+def are_windows(a, b):
+    "The entries of `b` are those of three windows an epoch"
+    at = [d['epoch'] for _,d in b.got if 'epoch' in d]
+    assert at==pytest.approx([e+f for e in range(4) for f in (1/3,2/3,1,1)])
+    return len(b.got)==4*(3*2+2)+2 and sum('raw_loss' in d for _,d in b.got)==12
+
 test_loggers = alike(
     case('Loggers', 'CSVLogger', *given(CSVLogger, dict(fname='log.csv'), dict(fname='log.csv', append=True)), fit=csv,
          compared='everything, and the file without the times', note='With `append=True` too.', metrics=acc,
@@ -138,7 +164,11 @@ test_loggers = alike(
          compared='everything, and each scalar with its step',
          note='`train_iter` counts windows. With `trace_model=True` too.',
          # also after each batch of validation
-         check=lambda a,b: [n for k,_,n in b.got if k=='train_loss']==[1,2,3,3,3, 4,5,6,6,6, 7,8,9,9,9]))
+         check=lambda a,b: [n for k,_,n in b.got if k=='train_loss']==[1,2,3,3,3, 4,5,6,6,6, 7,8,9,9,9]),
+    case('Loggers', 'WandbCallback', metrics=acc, fit=entries, check=are_windows,
+         compared='everything, and what is logged at each step, without `train_samples_per_sec`',
+         note='It logs one entry per window. The axis `epoch` counts windows. In fastai 2.8.12 it has an error of its '
+              'own (issue 4173), which we mend first.'))
 
 scheds = dict(lr=combined_cos(.25, 1e-3, .1, 1e-5), mom=lambda pct: .95-.2*math.sin(math.pi*pct), wd=SchedCos(.1, 1e-3),
               sqr_mom=SchedPoly(.9, .99, 2))
@@ -153,41 +183,6 @@ def test_param_scheduler(drop_last, works):
     ws = windows(a.got, 3, n_micro=8 if drop_last else 10)   # a tail that is dropped does not begin
     works.same(ws, [[h]*len(w) for h,w in zip(b.got, ws)], 'set')
     assert set(b.recorder.hps)==set(scheds) and len(b.got)==len(b.recorder.hps['wd'])==len(ws)==(6 if drop_last else 9)
-
-@pytest.fixture
-def faw(monkeypatch, tmp_path):
-    "`fastai.callback.wandb`, with a run without network in `tmp_path`"
-    wandb = pytest.importorskip('wandb', reason='logs to W&B, whose package wandb is not installed')
-    for k,v in dict(MODE='offline', DIR=str(tmp_path), SILENT='true', CONSOLE='off').items():
-        monkeypatch.setenv(f'WANDB_{k}', v)
-    import fastai.callback.wandb as faw
-    monkeypatch.setattr(faw.WandbCallback, '_wandb_watch_called', False)
-    yield faw
-    wandb.finish(); wandb.teardown()
-
-@row('Loggers', 'WandbCallback', 'everything, and what is logged at each step, without `train_samples_per_sec`',
-     note='It logs one entry per window. The axis `epoch` counts windows. In fastai 2.8.12 it has an error of its own '
-          '(issue 4173), which we mend first.')
-def test_wandb(faw, works, monkeypatch):
-    # where its error is
-    monkeypatch.setattr(faw, 'init_args', lambda o: init_args(o) if hasattr(o, '__dict__') else {}, raising=False)
-    time = 'train_samples_per_sec'
-    def fit(learn):
-        learn.got = []
-        run = faw.wandb.init(project='p')
-        def log(d, step=None):
-            assert d.get(time, 1)>0
-            learn.got.append([step,{k:v for k,v in d.items() if k!=time}])
-            run.log(d, step=step)
-        monkeypatch.setattr(faw.wandb, 'log', log)   # `init` has set it
-        learn.fit_one_cycle(3); learn.fit(1)
-        faw.wandb.finish()
-    a,b = pair(lambda: faw.WandbCallback(log_preds=False), metrics=acc, fit=fit)
-    works(a, b)
-    works.same(a.got, b.got, 'logged')
-    assert len(b.got)==4*(3*2+2)+2 and sum('raw_loss' in d for _,d in b.got)==12
-    at = [d['epoch'] for _,d in a.got if 'epoch' in d]
-    assert at==pytest.approx([e+f for e in range(4) for f in (1/3,2/3,1,1)])
 
 # Predictions
 
