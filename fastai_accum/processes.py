@@ -94,10 +94,12 @@ class Replicas(Alone):
             "exact=True; and leave out a batch in all of them or in none")
 
     def gather(self, group, at, n, *ts):
-        "The number `n` and the tensors `ts` of each process in `group`; `at` says at which point"
+        "The number `n` and the tensors `ts` of each process, for a norm over `group`; `at` says at which point"
         if group is None: return [(n,*ts)]
+        if distributed.get_process_group_ranks(group)!=self.ranks:
+            raise ValueError("MicroBatch: exact=True needs the statistics of all processes in a SyncBatchNorm; "
+                             "leave out its process_group")
         rows = self.each(at, torch.cat([ts[0].new_tensor([n], dtype=torch.float64), *ts]))
-        rows = rows[[self.ranks.index(r) for r in distributed.get_process_group_ranks(group)]]
         return [(int(n),*o.to(ts[0].dtype).chunk(len(ts))) for n,o in zip(rows[:,0].tolist(), rows[:,1:])]
 
 # %% ../nbs/processes.ipynb #543c14de

@@ -276,7 +276,7 @@ class Norms(nn.Module):
     def __init__(self, how=''):
         super().__init__()
         torch.manual_seed(0)
-        norm = partial(nn.BatchNorm1d, 8, affine=how!='plain', track_running_stats=how not in ('untracked','grouped'),
+        norm = partial(nn.BatchNorm1d, 8, affine=how!='plain', track_running_stats=how!='untracked',
                        momentum=None if how=='cumulates' else .1)
         self.a,self.b,self.c = (nn.Linear(*o, bias=False) for o in ((6,8),(8,8),(8,3)))
         self.m,self.n,self.o = norm(),norm(),norm() if how=='unused' else noop
@@ -295,34 +295,17 @@ def skips(cb): get_model(cb.model).skips = bool(cb.iter%2)   # leaves out a norm
 def skipping(): return Callback(before_batch=skips)
 def exact(*sizes): return lambda: [MicroBatch(sizes[rank()%len(sizes)], exact=True)]
 
-def synced(model, wrap=DDP):
-    "`model` with ordinary batch norm synchronised"
+def synced(model, wrap=DDP, group=None):
+    "`model` with ordinary batch norm synchronised, over all processes or those of `group`"
     on_cpus()
-    for m in list(model.modules()):
-        for k,o in m.named_children():
-            if type(o) is nn.BatchNorm1d: setattr(m, k, nn.SyncBatchNorm.convert_sync_batchnorm(o))
-    return wrap(model.train())
+    return wrap(nn.SyncBatchNorm.convert_sync_batchnorm(model, group).train())
+def in_groups(model): return synced(model, group=[dist.new_group(o) for o in ([0,1],[1,2])][rank()==2])
 
 def over_all(sizes, bs=(3,), n_step=1, cbs=None, one=list, model=Norms, wrap=synced, **kwargs):
     "Batch norm over all processes and slices, against ordinary batch norm on the batches of all processes"
     # fastai's optimizers mark the parameters of ordinary batch norm, and do not decay them
     return Case(sizes, n_step, cbs=cbs or exact(*bs), one=one, model=model, wrap=wrap, but=['opt'],
                 fit=partial(once, wd=0.), **kwargs)
-
-class Halves(nn.BatchNorm1d):
-    "In training, the statistics of each half of the batch"
-    def forward(self, x):
-        if not self.training: return super().forward(x)
-        def norm(o): return F.batch_norm(o, None, None, self.weight, self.bias, True, eps=self.eps)
-        return torch.cat([norm(o) for o in x.chunk(2)])
-def grouped(*groups):
-    "Norms that share their statistics with the processes of their group only; in one process, with half of the batch"
-    groups = [dist.new_group(o) for o in groups] if dist.is_initialized() else []
-    mine = first(groups, lambda o: o is not dist.GroupMember.NON_GROUP_MEMBER)
-    norm = partial(nn.SyncBatchNorm, process_group=mine) if groups else Halves
-    model = Norms('grouped')
-    model.m = norm(8, track_running_stats=False).double()
-    return model
 
 def slices(c):
     "Plain slices see the slices of all processes, as if these were the micro-batches of one process"
@@ -343,7 +326,6 @@ cases.update(
     synced_coupled   = over_all([8]*4, cbs=lambda: MicroBatch(4, coupled=True),
                                 one=lambda: MicroBatch(8, coupled=True),
                                 joins=lambda c: [a+b for a,b in chunked(slices(c), 2)]),
-    synced_groups    = over_all([8]*2, (3,5), model=partial(grouped, [0,1], [2,3])),
 )
 
 def refused(bad, says, error=ValueError, own=None, good=None):
@@ -382,7 +364,7 @@ cases.update(
                                     'window', y=of(-100, range(28,40))),   # those of process 1 in the second batch
     refuses_bare    = refused_exact(exact(3), 'in DistributedDataParallel', ValueError,
                                     wrap=partial(synced, wrap=noop)),
-    refuses_groups  = refused_exact(exact(3,5), 'process 2 is at batch norm', model=partial(grouped, [0,1], [2])),
+    refuses_groups  = refused_exact(exact(3,5), 'leave out its process_group', ValueError, wrap=in_groups),
 )
 
 def parts(name, **kwargs):

@@ -8,19 +8,13 @@ def test_cells_run_as_they_are_read(name, tmp_path):
     error = paste(cells(pages[name]), tmp_path)
     assert not error, error
 
-def test_what_readers_see_is_copied(tmp_path):
-    "A name that the page hides is an error"
-    hidden = ['#| hide', '#| echo: false', '#| include: false', '#| export\n#| hide', '#| exporti',
-              '#| default_exp all']
-    assert not any(is_visible(f'{o}\nn = 4') for o in hidden)
-    copied = [o for o in ('a = 2', f'{hidden[0]}\nn = 4', 'a*n') if is_visible(o)]
-    assert "NameError: name 'n'" in paste(copied, tmp_path)
-    assert all(map(is_visible, ['n = 4', '#| fig-alt: "a plot"\nplot()', '#| code-fold: true\nn', '#| echo: true\nn']))
-
-def test_the_notebook_is_alone(tmp_path):
-    "No file and no module of this project can be imported, but the package"
-    assert 'ModuleNotFoundError' in paste(['import harness'], tmp_path)
-    assert not paste(['import fastai_accum,os', 'assert os.listdir()==[]'], tmp_path/'b')
+def test_readers_have_what_they_see(tmp_path):
+    "A name that the page hides is an error, and of this project only the package can be imported"
+    assert not any(is_visible(f'{o}\nn = 4') for o in ('#| echo: false', '#| include: false', '#| export'))
+    copied = [o for o in ('#| echo: true\na = 2', '#| hide\nn = 4', 'a*n') if is_visible(o)]
+    assert "NameError: name 'n'" in paste(copied, tmp_path/'a')
+    assert 'ModuleNotFoundError' in paste(['import harness'], tmp_path/'b')
+    assert not paste(['import fastai_accum,os', 'assert os.listdir()==[]'], tmp_path/'c')
 
 def test_no_page_hides_all_warnings():
     "A filter stays for the notebooks that the same process runs later"

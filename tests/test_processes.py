@@ -49,8 +49,7 @@ alone = dict(breaks='process 1 has had enough', killed='another process has ende
 some = '''tail events_weighed one_is_empty dropped_last unused_drop ctx_odd sched synced_weighed breaks_model
           refuses_groups'''.split()
 devices = 'tail buffers_drop cut synced synced_weighed synced_skips synced_cumulates breaks_model'.split()
-worlds = {2: [k for k in cases if k not in ('synced_groups','refuses_groups',*alone)],
-          3: some, 4: ['synced_groups']}
+worlds = {2: [k for k in cases if k not in ('refuses_groups',*alone)], 3: some}
 
 @pytest.fixture(scope='module')
 def results(tmp_path_factory): return started(worlds, tmp_path_factory)

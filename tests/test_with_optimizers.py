@@ -62,11 +62,6 @@ def test_not_held(drop_last, works):
     loss = nn.CrossEntropyLoss(weight=tensor([1.,10.,3.]).double())
     works(*pair(fit=fit, splitter=lambda m: [params(m[0])], drop_last=drop_last, loss_func=loss), but='step.grads')
 
-@row('Optimizers', 'LBFGS', note='Plain fastai cannot use it either.')
-def test_lbfgs(works):
-    "It goes through the model several times a step, on a batch that must still be there"
-    works.fails_anyway(TypeError, 'closure', opt_func=wrapped('LBFGS')[0], fit=lambda l: l.fit(1), **one_group)
-
 def bag():
     return Made(lambda m, x: m.lin(m.emb(x).mean(1)), emb=nn.Embedding(20, 6, sparse=True), lin=nn.Linear(6,3)).double()
 
@@ -82,7 +77,3 @@ def test_sparse_embeddings(opt, works):
     assert ls[1].spy.steps[0]['grads'][0].is_sparse
     for l in ls: l.got = [[g.to_dense() for g in s['grads']] for s in l.spy.steps]
     works.same(*[(l.got, weights(l), l.recorder.losses) for l in ls])
-
-@row('Optimizers', "sparse gradients with fastai's Adam", note='It fails in plain fastai too.')
-def test_sparse_adam(works):
-    works.fails_anyway(NotImplementedError, 'addcmul_', dls=bag_dls, model=bag, **one_group)
